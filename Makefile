@@ -1,0 +1,35 @@
+# `make test` and `make demo` set up everything they need in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch first and on its own: a range would pull several gigabytes of CUDA packages.
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: test lint demo clean
+
+test: lint
+	$(BIN)/pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+$(VENV)/.base: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base pyproject.toml
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,169 @@
+"""What is checked before a parameter is touched, and the one look at values on the first step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .factors import Grid, describe
+from .geometries import GEOMETRIES, Pair, geometry_for
+from .linalg import cholesky, skew, squared_norm
+
+NORMALIZATIONS = ("metric", "spectral", None)
+
+# Largest spectral norm of UᵀU − I that counts as orthonormal; one step repairs what is below it.
+_ORTHONORMAL = 1e-3
+_ORTHONORMAL_LOW_PRECISION = 2e-2
+# A right pair of gradients disagrees by rounding alone; a wrong axis makes them unrelated.
+_INCONSISTENT = 0.3
+_ROUNDING = 0.03
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise if an option is out of range or not known."""
+    lr, momentum, floor = options["lr"], options["momentum"], options["norm_floor"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"a tensor lr must have one element, got shape {tuple(lr.shape)}")
+    if not (math.isfinite(float(lr)) and float(lr) >= 0):
+        raise ValueError(f"lr must be finite and not negative, got {lr}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if not (math.isfinite(floor) and floor > 0):
+        raise ValueError(f"norm_floor must be finite and positive, got {floor}")
+    if options["geometry"] not in GEOMETRIES:
+        raise ValueError(
+            f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
+        )
+    if options["normalize"] not in NORMALIZATIONS:
+        raise ValueError(
+            f"normalize must be 'metric', 'spectral' or None, got {options['normalize']!r}"
+        )
+
+
+def check_grid(name: str, grid: Grid, options: Mapping[str, Any], taken: set[int]) -> None:
+    """Raise if a grid cannot be optimized with these options.
+
+    ``taken`` holds the ids of parameters that belong to other groups.
+    """
+    geometry = geometry_for(options["geometry"], grid.lefts, grid.rights)
+    retraction = options["retraction"]
+    if retraction is not None and retraction not in geometry.retractions:
+        raise ValueError(
+            f"grid {name!r}: {options['geometry']} has no retraction {retraction!r} for "
+            f"{grid.lefts}×{grid.rights} members; it has {', '.join(geometry.retractions)}"
+        )
+    for side, k, factor in grid.factors():
+        for param in factor.params:
+            where = f"grid {name!r}: {side}[{k}], {describe(param)},"
+            if not param.requires_grad:
+                raise ValueError(
+                    f"{where} is frozen; a product can only be optimized with both its factors "
+                    "trainable (requires_grad=True)"
+                )
+            if not param.is_leaf:
+                raise ValueError(f"{where} is not a leaf; pass the parameter itself")
+            if id(param) in taken:
+                raise ValueError(
+                    f"{where} is in another parameter group; grids that share a parameter must "
+                    "share a group"
+                )
+
+
+def has_gradients(name: str, grid: Grid) -> bool:
+    """Whether the grid takes part in this step; raise if only some of its gradients are there."""
+    params = grid.params()
+    missing = sum(p.grad is None for p in params)
+    if missing == len(params):
+        return False
+    for side, k, factor in grid.factors():
+        for param in factor.params:
+            what = "bias of " if param is factor.bias else ""
+            where = f"{what}{side}[{k}], {describe(param)}"
+            if param.grad is None:
+                raise RuntimeError(
+                    f"grid {name!r} has some of its gradients but none for {where}: did every "
+                    "factor take part in the loss?"
+                )
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(f"grid {name!r}: sparse gradient of {where} is not supported")
+    return True
+
+
+def orthonormality_defect(blocks: Tensor) -> Tensor:
+    """Spectral norm of UᵀU − I, for each of ``(..., m, r)``; zero rows of padding do not count."""
+    wide = blocks.double()
+    gram = wide.mT @ wide
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    defect: Tensor = torch.linalg.matrix_norm(gram, ord=2)
+    return defect
+
+
+def check_orthonormal(members: Sequence[str], point: Pair, low_precision: bool) -> None:
+    """Raise if factors of ``(batch, blocks, m, r)`` are not orthonormal; synchronises."""
+    tolerance = _ORTHONORMAL_LOW_PRECISION if low_precision else _ORTHONORMAL
+    for side, blocks in zip(("left", "right"), point, strict=True):
+        worst = orthonormality_defect(blocks).amax(1).tolist()
+        for member, defect in zip(members, worst, strict=True):
+            if not defect <= tolerance:
+                raise ValueError(
+                    f"grid member {member!r}: its {side} factors are not orthonormal, "
+                    f"‖UᵀU − I‖₂ = {defect:.3g} where an isometry geometry needs at most "
+                    f"{tolerance:g}; start from orthonormal factors, for instance with "
+                    "rankfold.orthonormalize_(grids)"
+                )
+
+
+def check_full_rank(members: Sequence[str], point: Pair) -> None:
+    """Raise if a factor has lost rank, so that no fixed-rank step exists; synchronises."""
+    for side, blocks in zip(("left", "right"), point, strict=True):
+        wide = blocks.double()
+        lower = cholesky(wide.mT @ wide)
+        diagonal = lower.diagonal(dim1=-2, dim2=-1)
+        ratio = diagonal.amin(-1) / diagonal.amax(-1)
+        broken = ~(ratio > torch.finfo(blocks.dtype).eps)
+        for member, flags in zip(members, broken.tolist(), strict=True):
+            if any(flags):
+                raise ValueError(
+                    f"grid member {member!r}: {side} factor {flags.index(True)} does not have "
+                    f"full column rank {blocks.shape[-1]}, and fixed-rank geometries cannot step "
+                    "from there; initialise it with linearly independent columns"
+                )
+
+
+def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isometry: bool) -> None:
+    """Warn of members whose factor gradients cannot come from a loss of the product; synchronises.
+
+    For such a loss, Σ A_iᵀG_Ai equals (Σ B_jᵀG_Bj)ᵀ, or at least their skew parts do, which is
+    all that isometry geometries need.
+    """
+    left = (point.left.mT @ grad.left).sum(1)
+    right = (point.right.mT @ grad.right).sum(1).mT
+    if isometry:
+        left, right = skew(left), skew(right)
+    size = _norm(left) + _norm(right)
+    rounding = sum(
+        _norm(p.flatten(1, 2)) * _norm(g.flatten(1, 2)) / math.sqrt(p.shape[1] * p.shape[2])
+        for p, g in zip(point, grad, strict=True)
+    )
+    difference = _norm(left - right)
+    far_off = (difference > _INCONSISTENT * size) & (difference > _ROUNDING * rounding)
+    found = [m for m, flag in zip(members, far_off.tolist(), strict=True) if flag]
+    if found:
+        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        share = (difference / size.clamp_min(torch.finfo(size.dtype).tiny))[far_off].amax().item()
+        warnings.warn(
+            f"the factor gradients of {shown} are inconsistent (AᵀG_A and G_BᵀB differ by up to "
+            f"{share:.0%} of their size), so the loss does not depend on the product alone. A "
+            "wrong axis=, start= or blocks= looks like this; so do rotary embeddings or "
+            "normalization between the factors.",
+            stacklevel=4,
+        )
+
+
+def _norm(x: Tensor) -> Tensor:
+    return squared_norm(x, 2).sqrt()

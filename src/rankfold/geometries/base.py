@@ -1,0 +1,144 @@
+"""The schematic iteration every geometry fills in, and the words they share.
+
+A geometry works on stacks of equally shaped grids and knows nothing of parameters. Points,
+tangents and momenta are pairs of tensors, ``left`` (batch, I, m, r) and ``right``
+(batch, J, n, r); shorter factors of a ragged grid are padded with zero rows, which no formula
+notices because rows only ever meet inside Gram matrices.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pair(NamedTuple):
+    """Left and right stacks, (batch, I, m, r) and (batch, J, n, r)."""
+
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step is told, besides tensors. ``lr`` is a float or a 0-dim tensor."""
+
+    lr: float | Tensor
+    momentum: float
+    normalize: str | None
+    norm_floor: float
+    retraction: str
+    maximize: bool
+
+    @property
+    def reach(self) -> float | None:
+        """An upper bound on the length of the step, where the host knows one."""
+        if self.normalize is None or isinstance(self.lr, Tensor):
+            return None
+        return self.lr
+
+
+class Outcome(NamedTuple):
+    """What a step leaves: the new point, the momentum to keep, and which members to report.
+
+    ``unconverged`` (batch,) is None for retractions that do not iterate to a tolerance.
+    """
+
+    point: Pair
+    momentum: Pair | None
+    unconverged: Tensor | None
+
+
+class Landing(NamedTuple):
+    """Where a retraction arrived; ``record`` is what its own `depart` needs to carry momentum."""
+
+    point: Pair
+    record: Any
+    unconverged: Tensor | None
+
+
+class Geometry(ABC):
+    """One Riemannian geometry: a frame, a gradient, a norm, retractions and a transport.
+
+    Momentum is carried in two halves. `depart` takes it away from the old point as far as only
+    the old point can, `arrive` projects it at the new one, at the start of the next step, where
+    the products a projection needs are at hand anyway.
+    """
+
+    name: str
+    isometry: bool
+    retractions: tuple[str, ...]  # the default first
+
+    @abstractmethod
+    def frame(self, point: Pair) -> Any:
+        """What the steps share about the point."""
+
+    @abstractmethod
+    def gradient(self, frame: Any, grad: Pair) -> Pair:
+        """The Riemannian gradient in this geometry's coordinates, from the factors' gradients."""
+
+    def arrive(self, frame: Any, momentum: Pair) -> Pair:
+        """Finish the transport of ``momentum`` at the point of ``frame``."""
+        return momentum
+
+    @abstractmethod
+    def coordinates(self, frame: Any, tangent: Pair) -> Any:
+        """The tangent vector as the norm, the retraction and the transport want it."""
+
+    @abstractmethod
+    def metric_norm(self, frame: Any, coords: Any) -> Tensor:
+        """Length of a tangent vector in the metric, (batch,)."""
+
+    @abstractmethod
+    def spectral_norm(self, frame: Any, coords: Any) -> Tensor:
+        """Largest singular value of the (stacked) tangent matrix downstairs, (batch,)."""
+
+    @abstractmethod
+    def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:
+        """Move by ``scale`` (batch,) times the tangent vector."""
+
+    def depart(self, frame: Any, coords: Any, tangent: Pair, landing: Landing) -> Pair:
+        """The momentum to keep, before `arrive`; ``tangent`` and ``coords`` are one vector."""
+        return tangent
+
+    def norm(self, frame: Any, coords: Any, kind: str) -> Tensor:
+        """The ``"metric"`` or ``"spectral"`` norm, (batch,)."""
+        measure = self.spectral_norm if kind == "spectral" else self.metric_norm
+        return measure(frame, coords)
+
+    def step(self, point: Pair, grad: Pair, momentum: Pair | None, options: StepOptions) -> Outcome:
+        """One iteration: gradient, momentum, normalization, retraction, transport."""
+        frame = self.frame(point)
+        tangent = self.gradient(frame, grad)
+        if momentum is not None:
+            carried = self.arrive(frame, momentum)
+            weight = 1 - options.momentum
+            tangent = Pair(
+                torch.lerp(carried.left, tangent.left, weight),
+                torch.lerp(carried.right, tangent.right, weight),
+            )
+        coords = self.coordinates(frame, tangent)
+        scale = tangent.left.new_full((tangent.left.shape[0],), 1.0 if options.maximize else -1.0)
+        scale = scale * options.lr
+        if options.normalize is not None:
+            norm = self.norm(frame, coords, options.normalize)
+            scale = scale / norm.clamp_min(options.norm_floor)
+        landing = self.retract(frame, coords, scale, options)
+        kept = None
+        if momentum is not None:
+            kept = self.depart(frame, coords, tangent, landing)
+        return Outcome(landing.point, kept, landing.unconverged)
+
+
+def flatten_blocks(x: Tensor) -> Tensor:
+    """(batch, I, m, r) -> (batch, I·m, r): a grid of fixed rank is one tall factor."""
+    return x.flatten(1, 2)
+
+
+def per_member(scale: Tensor, like: Tensor) -> Tensor:
+    """(batch,) broadcast against ``like`` (batch, ...)."""
+    return scale.reshape(-1, *([1] * (like.dim() - 1)))

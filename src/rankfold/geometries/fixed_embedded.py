@@ -1,0 +1,94 @@
+"""Matrices of rank r with the geometry they inherit from all matrices.
+
+Point           W = A Bᵀ; a grid is the one stacked pair. Frames A = U R_A, B = V R_B, and the
+                core S = R_A R_Bᵀ, so W = U S Vᵀ.
+Tangent         Ξ = U K Vᵀ + X Vᵀ + U Yᵀ with UᵀX = VᵀY = 0.
+Retractions     svd: best rank-r approximation of W + Ξ; orthographic: the point whose difference
+                to W + Ξ is normal at W.
+Metric, gradient and transport: `embedded`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .. import linalg
+from ..linalg import Frame
+from .base import Landing, Pair, StepOptions, flatten_blocks, per_member
+from .embedded import Bases, EmbeddedGeometry, NewCoefficients, TangentXKY, split_tangent
+
+
+class PairFrame(NamedTuple):
+    """The point and the orthonormal frames of its stacked factors."""
+
+    point: Pair
+    left: Frame
+    right: Frame
+
+
+class FixedEmbedded(EmbeddedGeometry):
+    """See the header of this file."""
+
+    name = "fixed-embedded"
+    isometry = False
+    retractions = ("svd", "orthographic")
+
+    def frame(self, point: Pair) -> PairFrame:
+        return PairFrame(
+            point,
+            linalg.orthonormal_frame(flatten_blocks(point.left)),
+            linalg.orthonormal_frame(flatten_blocks(point.right)),
+        )
+
+    def coordinates(self, frame: PairFrame, tangent: Pair) -> TangentXKY:
+        c = flatten_blocks(tangent.left) @ frame.right.inverse
+        d = flatten_blocks(tangent.right) @ frame.left.inverse
+        x, y, overlap = split_tangent(frame.left.basis, frame.right.basis, c, d)
+        return TangentXKY(x, (overlap.left + overlap.right.mT) / 2, y, x.mT @ x, y.mT @ y)
+
+    def retract(
+        self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
+    ) -> Landing:
+        g = per_member(scale, coords.k)
+        r_a, r_b = frame.left.triangle, frame.right.triangle
+        eye = linalg.identity_like(r_a)
+        core = r_a @ r_b.mT + g * coords.k
+        unconverged = None
+        # Both retractions are W' = (U P + γX) N⁻¹ (V + γY F)ᵀ. The change of the core, P N⁻¹ − S,
+        # is built from its small terms: as a difference, rounding would swallow a small step.
+        if options.retraction == "svd":
+            yy = g * g * coords.yy
+            p, f, unconverged = linalg.best_rank_core(core, g * g * coords.xx, yy)
+            grown = f.mT @ yy @ f
+            n_inverse = linalg.inverse(eye + grown)
+            change = g * coords.k + yy @ f - p @ n_inverse @ grown
+        else:
+            f = linalg.inverse(core).mT
+            n_inverse = eye
+            change = g * coords.k
+        delta = frame.left.inverse @ change @ frame.right.inverse.mT
+        # Gauge: half of the core's relative change Δ goes to each factor, less where Δ is large,
+        # so that I + τΔ is always well conditioned. The product does not depend on τ.
+        size = linalg.squared_norm(delta, 2).sqrt()
+        tau = per_member(0.25 / size.clamp_min(0.5), delta)
+        split = linalg.inverse(eye + tau * delta)
+        left_change, right_change = (1 - tau) * (delta @ split), tau * delta.mT
+        v_new = r_b + r_b @ right_change
+        new = NewCoefficients(
+            u=r_a + r_a @ left_change,
+            v=v_new,
+            x=g * (n_inverse @ frame.right.inverse.mT @ split),
+            y=g * (f @ v_new),
+        )
+        a, b = flatten_blocks(frame.point.left), flatten_blocks(frame.point.right)
+        left = a + (a @ left_change + coords.x @ new.x)
+        right = b + (b @ right_change + coords.y @ new.y)
+        point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
+        return Landing(point, new, unconverged)
+
+    def depart(self, frame: PairFrame, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
+        bases = Bases(frame.left.basis, frame.right.basis)
+        kept = self.carry(bases, coords, landing.record, deskew=False)
+        return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))

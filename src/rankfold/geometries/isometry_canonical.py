@@ -1,0 +1,36 @@
+"""Partial isometries as orthonormal factors, up to one rotation, with the canonical metric.
+
+Metric          J Σ⟨Ξ_Ui, (I − ½ U_iU_iᵀ) H_Ui⟩ + I Σ⟨Ξ_Vj, (I − ½ V_jV_jᵀ) H_Vj⟩: a rotation within
+                a factor's columns costs half of what it costs in the Frobenius metric.
+Gradient        G_Ui/J − U_i (G_UiᵀU_i/J + Ω), likewise for V_j; Ω, the common rotation, is zero
+                when the loss depends on the products alone.
+Representation, retractions and transport: `stiefel`. The horizontal space is the same as in
+`isometry_quotient`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import linalg
+from ..linalg import skew
+from .base import Pair
+from .stiefel import StiefelFrame, StiefelGeometry, StiefelTangent, vertical_part, weighted_square
+
+
+class IsometryCanonical(StiefelGeometry):
+    """See the header of this file."""
+
+    name = "isometry-canonical"
+
+    def corrections(self, frame: StiefelFrame, overlap: Pair) -> Pair:
+        left, right = overlap.left / frame.j, overlap.right / frame.i
+        vertical = vertical_part(frame, 2 * skew(left), 2 * skew(right))
+        return Pair(left.mT + vertical, right.mT + vertical)
+
+    def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
+        inner = frame.j * linalg.squared_norm(
+            coords.overlap.left, 3
+        ) + frame.i * linalg.squared_norm(coords.overlap.right, 3)
+        return torch.sqrt((weighted_square(frame, coords.vector) - inner / 2).clamp_min(0))

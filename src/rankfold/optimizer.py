@@ -1,0 +1,326 @@
+"""RiemannianSGD: options, state, and one loop over stacks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import checks
+from .factors import Grid, require_disjoint
+from .geometries import StepOptions, geometry_for
+from .precision import exact_arithmetic, working_dtype
+from .stacks import Plan, needs_master
+
+Group = dict[str, Any]
+
+# What a parameter group holds beside torch's own keys and the options.
+_GRID_KEYS = ("grids", "grid_names")
+# Plans kept for different sets of grids with gradients; a model has a few of these at most.
+_MOST_PLANS = 32
+
+
+class RiemannianSGD(Optimizer):
+    """Riemannian gradient descent on products ``W_ij = A_i B_jᵀ`` of factors.
+
+    Args:
+        grids: an iterable of `Grid`, or of dicts ``{"grids": [...], "lr": ..., ...}``, one a
+            parameter group with options of its own. Grids that share a parameter share a group.
+        lr: learning rate η > 0, a float or a 0-dim tensor. With a normalization it is the length
+            of each member's step in that norm.
+        geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
+            ``"isometry-quotient"`` or ``"isometry-canonical"``.
+        momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
+        normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
+            of the tangent matrix, of the stacked matrix for a grid) or None.
+        norm_floor: c > 0; steps are divided by max(norm, c).
+        retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
+            orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single
+            pairs, polar or qr for larger grids. The other isometries: polar, qr.
+        maximize: climb instead of descending.
+
+    Parameters stay plain parameters and ``.grad`` is never changed. bfloat16 and float16
+    parameters keep a float32 master in the state. Parts of a parameter that no grid covers are
+    left as they are.
+    """
+
+    def __init__(
+        self,
+        grids: Iterable[Grid] | Iterable[Group],
+        lr: float | Tensor,
+        *,
+        geometry: str,
+        momentum: float = 0.0,
+        normalize: str | None = "metric",
+        norm_floor: float = 2**-23,
+        retraction: str | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults: Group = {
+            "lr": lr,
+            "geometry": geometry,
+            "momentum": momentum,
+            "normalize": normalize,
+            "norm_floor": norm_floor,
+            "retraction": retraction,
+            "maximize": maximize,
+        }
+        items: list[Any] = list(grids)
+        if not items:
+            raise ValueError("RiemannianSGD got no grids")
+        groups = items if isinstance(items[0], dict) else [{"grids": items}]
+        self._reset_caches()
+        super().__init__(groups, defaults)
+
+    def _reset_caches(self) -> None:
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._looked_at: set[str] = set()
+        self._counted: Counter[str] = Counter()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_caches()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group ``{"grids": [...], **options}``; options left out take the defaults."""
+        grids = _as_grid_list(param_group)
+        options = {**self.defaults, **param_group}
+        checks.check_options(options)
+        names = _name_grids(grids, [n for g in self.param_groups for n in g["grid_names"]])
+        labelled = list(zip(names, grids, strict=True))
+        taken = {id(p) for other in self.param_groups for p in other["params"]}
+        for name, grid in labelled:
+            checks.check_grid(name, grid, options, taken)
+        require_disjoint(
+            (f"grid {name!r}: {side}[{k}]", factor)
+            for name, grid in labelled
+            for side, k, factor in grid.factors()
+        )
+        params = {id(p): p for grid in grids for p in grid.params()}
+        group = {**param_group, "grids": grids, "grid_names": names}
+        group["params"] = list(params.values())
+        self._require_orthonormal(options["geometry"], labelled)
+        super().add_param_group(group)
+
+    def _require_orthonormal(self, geometry: str, labelled: list[tuple[str, Grid]]) -> None:
+        present = [(n, g) for n, g in labelled if g.params()[0].device.type != "meta"]
+        plan = Plan(present)
+        with torch.no_grad(), exact_arithmetic(plan.device_types):
+            weights = plan.gather(lambda p: p)
+            for stack in plan.stacks:
+                if geometry_for(geometry, stack.lefts, stack.rights).isometry:
+                    checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on every grid that has gradients.
+
+        A grid none of whose parameters has a gradient is left alone; one with only some of its
+        gradients is an error, raised before anything is changed. Returns the closure's loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = [
+            (group, plan)
+            for index, group in enumerate(self.param_groups)
+            if (plan := self._plan(index, group)) is not None
+        ]
+        with exact_arithmetic(kind for _, plan in ready for kind in plan.device_types):
+            for group, plan in ready:
+                self._look_once(group, plan)
+            for group, plan in ready:
+                self._update(group, plan)
+        return loss
+
+    def _plan(self, index: int, group: Group) -> Plan | None:
+        """The plan for the grids that have gradients now, kept until these or dtypes change."""
+        active = [
+            (name, grid)
+            for name, grid in zip(group["grid_names"], group["grids"], strict=True)
+            if checks.has_gradients(name, grid)
+        ]
+        if not active:
+            return None
+        key = (index, *((n, p.dtype, p.device) for n, grid in active for p in grid.params()))
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._counted = self._count_all()
+                self._plans.clear()
+            self._plans[key] = Plan(active)
+        return self._plans[key]
+
+    def _look_once(self, group: Group, plan: Plan) -> None:
+        """The one look at values: on the first step of each member, before anything is changed."""
+        fresh = [s for s in plan.stacks if not self._looked_at.issuperset(s.members)]
+        if not fresh:
+            return
+        weights, grads = plan.gather_weights(self._state_of), plan.gather(_grad_of)
+        for stack in fresh:
+            isometry = geometry_for(group["geometry"], stack.lefts, stack.rights).isometry
+            point = stack.read(weights)
+            if isometry:
+                checks.check_orthonormal(stack.members, point, stack.rounded)
+            else:
+                checks.check_full_rank(stack.members, point)
+            checks.warn_if_inconsistent(stack.members, point, stack.read(grads), isometry)
+        for stack in fresh:
+            self._looked_at.update(stack.members)
+
+    def _update(self, group: Group, plan: Plan) -> None:
+        momentum = float(group["momentum"])
+        weights = plan.gather_weights(self._state_of)
+        grads = plan.gather(_grad_of)
+        if momentum > 0:
+            momenta = plan.gather(self._momentum_of)
+        else:
+            for param in group["params"]:
+                self.state.get(param, {}).pop("momentum", None)
+        for stack in plan.stacks:
+            geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
+            options = StepOptions(
+                lr=group["lr"],
+                momentum=momentum,
+                normalize=group["normalize"],
+                norm_floor=group["norm_floor"],
+                retraction=group["retraction"] or geometry.retractions[0],
+                maximize=group["maximize"],
+            )
+            outcome = geometry.step(
+                stack.read(weights),
+                stack.read(grads),
+                stack.read(momenta) if momentum > 0 else None,
+                options,
+            )
+            stack.write(weights, outcome.point)
+            if outcome.momentum is not None:
+                stack.write(momenta, outcome.momentum)
+            if outcome.unconverged is not None:
+                stack.count(outcome.unconverged)
+        plan.scatter_weights(weights, self._state_of)
+        if momentum > 0:
+            plan.scatter(momenta, self._momentum_of)
+
+    def unconverged(self) -> dict[str, int]:
+        """How often each member's truncated-SVD retraction stopped short of convergence.
+
+        Counted since the optimizer was built or loaded; members never counted are left out. Such
+        a step keeps the last iterate, which is a valid retraction all the same; many of them mean
+        that steps are long beside the smallest singular value. Synchronises with the device.
+        """
+        return dict(self._count_all())
+
+    def _count_all(self) -> Counter[str]:
+        total = Counter(self._counted)
+        for plan in self._plans.values():
+            for stack in plan.stacks:
+                total.update(stack.counts())
+        return +total
+
+    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+        """The parameter's state, with a master on its device if it needs one."""
+        state: dict[str, Tensor] = self.state[param]
+        if needs_master(param):
+            master = state.get("master")
+            if master is None:
+                state["master"] = param.detach().to(working_dtype(param.dtype))
+            elif master.device != param.device:
+                state["master"] = master.to(param.device)
+        return state
+
+    def _momentum_of(self, param: Tensor) -> Tensor:
+        """The parameter's momentum, of its shape, in working precision and on its device."""
+        state: dict[str, Tensor] = self.state[param]
+        momentum = state.get("momentum")
+        dtype = working_dtype(param.dtype)
+        if momentum is None:
+            momentum = torch.zeros_like(param, dtype=dtype)
+        elif momentum.device != param.device or momentum.dtype != dtype:
+            momentum = momentum.to(param.device, dtype)
+        state["momentum"] = momentum
+        return momentum
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only; grids are left out, since they are code, not state."""
+
+        def without_grids(_: Optimizer, saved: dict[str, Any]) -> None:
+            for group in saved["param_groups"]:
+                for key in _GRID_KEYS:
+                    del group[key]
+
+        hook = self.register_state_dict_post_hook(without_grids, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load options, momenta and masters; grids stay this optimizer's own.
+
+        State goes to the devices of its parameters and keeps its dtype, where torch would cast
+        float32 masters and momenta to the dtype of a bfloat16 parameter.
+        """
+        loaded: dict[str, Any] = {}
+
+        def with_grids(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(saved)
+            groups = [
+                {**theirs, **{key: ours[key] for key in _GRID_KEYS}}
+                for ours, theirs in zip(self.param_groups, saved["param_groups"], strict=False)
+            ]
+            # A different number of groups is torch's own error: leave it to be raised there.
+            rest = saved["param_groups"][len(groups) :]
+            return {**saved, "param_groups": groups + rest}
+
+        def uncast(_: Optimizer) -> None:
+            ids = [i for group in loaded["param_groups"] for i in group["params"]]
+            params = [p for group in self.param_groups for p in group["params"]]
+            for index, param in zip(ids, params, strict=True):
+                for key, value in loaded["state"].get(index, {}).items():
+                    self.state[param][key] = value.detach().clone().to(param.device)
+
+        before = self.register_load_state_dict_pre_hook(with_grids)
+        after = self.register_load_state_dict_post_hook(uncast, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+
+def _grad_of(param: Tensor) -> Tensor:
+    assert param.grad is not None  # checks.has_gradients
+    return param.grad
+
+
+def _as_grid_list(group: Group) -> list[Grid]:
+    if "grids" not in group:
+        raise ValueError("a parameter group is a dict with the key 'grids', a list of Grid")
+    grids = [group["grids"]] if isinstance(group["grids"], Grid) else list(group["grids"])
+    if not grids:
+        raise ValueError("a parameter group has no grids")
+    for grid in grids:
+        if not isinstance(grid, Grid):
+            raise TypeError(
+                f"expected a rankfold.Grid, got {type(grid).__name__}; a product of two parameters "
+                "is rankfold.Grid(left, right)"
+            )
+    return grids
+
+
+def _name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
+    """Names as given, or ``grid<k>`` counting over all groups; no name twice."""
+    used = set(taken)
+    names: list[str] = []
+    for grid in grids:
+        name = f"grid{len(used)}" if grid.name is None else grid.name
+        if name in used:
+            raise ValueError(f"two grids are named {name!r}; names tell members apart in messages")
+        used.add(name)
+        names.append(name)
+    return names

@@ -1,0 +1,258 @@
+"""Gather and scatter: parameters in any layout <-> batched stacks of grids.
+
+Knows layouts, dtypes, masters and devices, and nothing of geometry. The number of tensor
+operations depends on how many different layouts there are, never on how many heads or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .factors import Factor, Grid
+from .geometries import Pair
+from .precision import working_dtype
+
+Buffers = list[Tensor]
+StateOf = Callable[[Tensor], dict[str, Tensor]]
+
+
+class Place(NamedTuple):
+    """Where the parameters of one role lie: a bundle, and the positions in it, in grid order."""
+
+    bundle: int
+    positions: slice | Tensor
+
+    def read(self, buffers: Buffers) -> Tensor:
+        """The parameters ``(L, *shape)``: a view where the positions are evenly spaced."""
+        return buffers[self.bundle][self.positions]
+
+    def write(self, buffers: Buffers, view: Callable[[Tensor], Tensor], values: Tensor) -> None:
+        """Copy ``values`` into a view of the parameters, in place."""
+        stacked = self.read(buffers)
+        target = view(stacked)
+        target.copy_(values.reshape(target.shape))
+        if isinstance(self.positions, Tensor):
+            buffers[self.bundle].index_copy_(0, self.positions, stacked)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One factor position of a source: how to read it, and where its parameters lie."""
+
+    factor: Factor
+    weight: Place
+    bias: Place | None
+
+    def read(self, buffers: Buffers, height: int) -> Tensor:
+        """``(L, count, height, rank)``, padded with zero rows up to ``height``."""
+        blocks = self.factor.view_blocks(self.weight.read(buffers)).flatten(1, -3)
+        if self.bias is not None:
+            rows = self.factor.view_bias(self.bias.read(buffers)).to(blocks.dtype)
+            blocks = torch.cat([blocks, rows], -2)
+        missing = height - blocks.shape[-2]
+        return pad(blocks, (0, 0, 0, missing)) if missing else blocks
+
+    def write(self, buffers: Buffers, blocks: Tensor) -> None:
+        """The inverse of `read`: put ``(L, count, height, rank)`` back, in place."""
+        height = self.factor.height
+        rows = height if self.bias is None else height - 1
+        self.weight.write(buffers, self.factor.view_blocks, blocks[..., :rows, :])
+        if self.bias is not None:
+            self.bias.write(buffers, self.factor.view_bias, blocks[..., rows:height, :])
+
+
+@dataclass(frozen=True)
+class Source:
+    """Grids of one layout: the same operations read all of them."""
+
+    left: list[Slot]
+    right: list[Slot]
+    grids: int
+    groups: int
+
+    @property
+    def members(self) -> int:
+        """Products in this source."""
+        return self.grids * self.groups
+
+
+@dataclass
+class Stack:
+    """All members of one shape, from one or more sources: one batch for a geometry."""
+
+    sources: list[Source]
+    lefts: int
+    rights: int
+    left_height: int
+    right_height: int
+    dtype: torch.dtype
+    rounded: bool  # whether any parameter is stored in less than working precision
+    members: list[str]
+    unconverged: Tensor | None = None  # (batch,), how often each member was
+
+    def count(self, unconverged: Tensor) -> None:
+        """Add one for each member marked in ``(batch,)``, on the device."""
+        before = torch.zeros_like(unconverged, dtype=torch.int64)
+        self.unconverged = (before if self.unconverged is None else self.unconverged) + unconverged
+
+    def counts(self) -> dict[str, int]:
+        """The counts as plain numbers, by member; synchronises."""
+        if self.unconverged is None:
+            return {}
+        return dict(zip(self.members, self.unconverged.tolist(), strict=True))
+
+    def read(self, buffers: Buffers) -> Pair:
+        """``(batch, I, m, r)`` and ``(batch, J, n, r)`` in the stack's dtype."""
+        return Pair(
+            self._side(buffers, [s.left for s in self.sources], self.lefts, self.left_height),
+            self._side(buffers, [s.right for s in self.sources], self.rights, self.right_height),
+        )
+
+    def _side(self, buffers: Buffers, sides: list[list[Slot]], blocks: int, height: int) -> Tensor:
+        parts = []
+        for slots in sides:
+            read = [slot.read(buffers, height).to(self.dtype) for slot in slots]
+            joined = read[0] if len(read) == 1 else torch.cat(read, 1)
+            parts.append(joined.reshape(-1, blocks, height, joined.shape[-1]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, buffers: Buffers, pair: Pair) -> None:
+        """Put a pair of the shapes of `read` back into the buffers, in place."""
+        sizes = [source.members for source in self.sources]
+        for source, left, right in zip(
+            self.sources, torch.split(pair.left, sizes), torch.split(pair.right, sizes), strict=True
+        ):
+            for slots, values in ((source.left, left), (source.right, right)):
+                values = values.reshape(source.grids, -1, *values.shape[-2:])
+                counts = [slot.factor.count for slot in slots]
+                for slot, blocks in zip(slots, torch.split(values, counts, 1), strict=True):
+                    slot.write(buffers, blocks)
+
+
+class Plan:
+    """Which parameters are gathered together, and which stacks are read from them.
+
+    A *bundle* is all parameters of one shape, dtype and device, stacked once whatever their role,
+    so that a fused weight which several grids read is gathered and written back a single time.
+    """
+
+    def __init__(self, grids: Sequence[tuple[str, Grid]]) -> None:
+        self.bundles: list[list[Tensor]] = []
+        self._place_of: dict[int, tuple[int, int]] = {}
+        self._bundle_of: dict[tuple[object, ...], int] = {}
+        by_layout: dict[tuple[object, ...], list[tuple[str, Grid]]] = {}
+        for name, grid in grids:
+            layout = tuple((side, factor.layout) for side, _, factor in grid.factors())
+            by_layout.setdefault((grid.groups, layout), []).append((name, grid))
+        by_shape: dict[tuple[object, ...], list[list[tuple[str, Grid]]]] = {}
+        for alike in by_layout.values():
+            by_shape.setdefault(_shape_key(alike[0][1]), []).append(alike)
+        self.stacks = [self._stack(sources) for sources in by_shape.values()]
+
+    def _stack(self, sources: list[list[tuple[str, Grid]]]) -> Stack:
+        first = sources[0][0][1]
+        return Stack(
+            sources=[self._source([grid for _, grid in alike]) for alike in sources],
+            lefts=first.lefts,
+            rights=first.rights,
+            left_height=max(f.height for f in first.left),
+            right_height=max(f.height for f in first.right),
+            dtype=_grid_dtype(first),
+            rounded=any(needs_master(p) for alike in sources for p in alike[0][1].params()),
+            members=[f"{n}[{g}]" for alike in sources for n, x in alike for g in range(x.groups)],
+        )
+
+    def _source(self, grids: list[Grid]) -> Source:
+        left = [self._slot([g.left[k] for g in grids]) for k in range(len(grids[0].left))]
+        right = [self._slot([g.right[k] for g in grids]) for k in range(len(grids[0].right))]
+        return Source(left, right, len(grids), grids[0].groups)
+
+    def _slot(self, factors: list[Factor]) -> Slot:
+        weight = self._place([f.param for f in factors])
+        biases = [f.bias for f in factors if f.bias is not None]
+        return Slot(factors[0], weight, self._place(biases) if biases else None)
+
+    def _place(self, params: list[Tensor]) -> Place:
+        key = (params[0].shape, params[0].dtype, params[0].device)
+        index = self._bundle_of.setdefault(key, len(self.bundles))
+        if index == len(self.bundles):
+            self.bundles.append([])
+        bundle = self.bundles[index]
+        positions = []
+        for param in params:
+            if id(param) not in self._place_of:
+                self._place_of[id(param)] = (index, len(bundle))
+                bundle.append(param)
+            positions.append(self._place_of[id(param)][1])
+        return Place(index, _as_index(positions, params[0].device))
+
+    def gather(self, tensors: Callable[[Tensor], Tensor]) -> Buffers:
+        """Stack ``tensors(param)`` bundle by bundle, in the bundle's working dtype."""
+        return [
+            torch.stack([tensors(p) for p in bundle]).to(working_dtype(bundle[0].dtype))
+            for bundle in self.bundles
+        ]
+
+    def scatter(self, buffers: Buffers, tensors: Callable[[Tensor], Tensor]) -> None:
+        """Copy buffers back into ``tensors(param)``, rounding to their dtype."""
+        for bundle, buffer in zip(self.bundles, buffers, strict=True):
+            torch._foreach_copy_([tensors(p) for p in bundle], list(buffer.unbind()))
+
+    def gather_weights(self, state: StateOf) -> Buffers:
+        """Weights in working precision: the parameter, or its master where it is low-precision.
+
+        A weight that something else has written since (an EMA swap, a reload) no longer equals
+        its rounded master, and wins over it, element by element.
+        """
+        buffers = []
+        for bundle in self.bundles:
+            weights = torch.stack(bundle)
+            if needs_master(bundle[0]):
+                masters = torch.stack([state(p)["master"] for p in bundle])
+                current = masters.to(weights.dtype) == weights
+                buffers.append(torch.where(current, masters, weights.to(masters.dtype)))
+            else:
+                buffers.append(weights)
+        return buffers
+
+    def scatter_weights(self, buffers: Buffers, state: StateOf) -> None:
+        """Write weights back into the parameters, and into the masters of low-precision ones."""
+        for bundle, buffer in zip(self.bundles, buffers, strict=True):
+            values = list(buffer.unbind())
+            torch._foreach_copy_(bundle, values)
+            if needs_master(bundle[0]):
+                torch._foreach_copy_([state(p)["master"] for p in bundle], values)
+
+    @property
+    def device_types(self) -> Iterable[str]:
+        """The device types the plan's parameters are on."""
+        return {bundle[0].device.type for bundle in self.bundles}
+
+
+def needs_master(param: Tensor) -> bool:
+    """Whether a parameter is stored in less than the precision it is computed in."""
+    return param.dtype != working_dtype(param.dtype)
+
+
+def _grid_dtype(grid: Grid) -> torch.dtype:
+    wide = any(p.dtype == torch.float64 for p in grid.params())
+    return torch.float64 if wide else torch.float32
+
+
+def _shape_key(grid: Grid) -> tuple[object, ...]:
+    heights = tuple(max(f.height for f in side) for side in (grid.left, grid.right))
+    return (grid.lefts, grid.rights, heights, grid.rank, _grid_dtype(grid), grid.params()[0].device)
+
+
+def _as_index(positions: list[int], device: torch.device) -> slice | Tensor:
+    first = positions[0]
+    step = positions[1] - first if len(positions) > 1 else 1
+    if step > 0 and positions == list(range(first, positions[-1] + 1, step)):
+        return slice(first, positions[-1] + 1, step)
+    return torch.tensor(positions, device=device)
