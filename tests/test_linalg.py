@@ -1,0 +1,152 @@
+"""The product-only linear algebra against LAPACK's factorizations, in float64 and float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankfold import linalg
+
+DTYPES = [torch.float64, torch.float32]
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def with_singular_values(values: Tensor, rows: int, seed: int) -> Tensor:
+    """(rows, r) with these singular values and random singular vectors."""
+    r = len(values)
+    u = torch.linalg.qr(randn(rows, r, seed=seed)).Q
+    v = torch.linalg.qr(randn(r, r, seed=seed + 1)).Q
+    return (u * values) @ v.T
+
+
+def svd_polar(x: Tensor) -> Tensor:
+    u, _, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    return u @ vt
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e3])
+def test_orthonormal_frame_is_a_qr(dtype: torch.dtype, condition: float) -> None:
+    values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), 6).double()
+    factor = torch.stack([with_singular_values(values, 40, seed) for seed in range(3)])
+    frame = linalg.orthonormal_frame(factor.to(dtype))
+    eps = torch.finfo(dtype).eps
+    gram = frame.basis.double().mT @ frame.basis.double()
+    assert (gram - torch.eye(6)).abs().max() < 30 * eps
+    assert (frame.basis @ frame.triangle - factor).abs().max() < 30 * eps
+    assert (frame.triangle @ frame.inverse - torch.eye(6)).abs().max() < 30 * eps * condition
+    assert (frame.triangle.tril(-1) == 0).all()
+    assert (frame.triangle.diagonal(dim1=-2, dim2=-1) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reach", [0.0, 0.03, 0.3, 0.6])
+def test_polar_of_a_bounded_step(dtype: torch.dtype, reach: float) -> None:
+    u = torch.linalg.qr(randn(4, 30, 5, seed=1)).Q
+    xi = randn(4, 30, 5, seed=2)
+    xi = xi - u @ linalg.sym(u.mT @ xi)
+    xi = xi * reach / torch.linalg.matrix_norm(xi, ord=2)[:, None, None]
+    x = (u + xi).to(dtype)
+    result, scaling = linalg.polar(x, 2 * reach**2 + 0.05)
+    eps = torch.finfo(dtype).eps
+    assert (result - svd_polar(x)).abs().max() < 20 * eps
+    assert (x @ scaling - result).abs().max() < 20 * eps
+    gram = result.double().mT @ result.double() - torch.eye(5)
+    assert torch.linalg.matrix_norm(gram, ord=2).max() < 10 * eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0.0, 1.0, 10.0, 100.0])
+def test_polar_when_nothing_is_known(dtype: torch.dtype, size: float) -> None:
+    u = torch.linalg.qr(randn(3, 30, 5, seed=3)).Q
+    x = (u + size * randn(3, 30, 5, seed=4) / 30**0.5).to(dtype)
+    result, scaling = linalg.polar(x, None)
+    eps = torch.finfo(dtype).eps
+    gram = result.double().mT @ result.double() - torch.eye(5)
+    assert torch.linalg.matrix_norm(gram, ord=2).max() < 10 * eps
+    condition = torch.linalg.cond(x.double()).max().item()
+    assert (result - svd_polar(x)).abs().max() < 50 * eps * condition
+    assert (x @ scaling - result).abs().max() < 50 * eps * condition
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0.2, None])
+def test_positive_qr_has_the_canonical_sign(dtype: torch.dtype, spread: float | None) -> None:
+    u = torch.linalg.qr(randn(3, 20, 4, seed=5)).Q
+    x = (u + 0.02 * randn(3, 20, 4, seed=6)).to(dtype)
+    q, r = torch.linalg.qr(x.double())
+    expected = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    assert (linalg.positive_qr(x, spread) - expected).abs().max() < 20 * torch.finfo(dtype).eps
+
+
+def rank_problem(t: float, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S + γK, γX, γY (orthogonal parts in their own coordinates) with σ_r(S) = 1, ‖T‖₂ = t."""
+    r = 4
+    core = with_singular_values(torch.linspace(1, 30, r).double(), r, seed)
+    parts = randn(3, 2, r, r, seed=seed + 2)[0]
+    k, x = parts
+    y = randn(r, r, seed=seed + 5)
+    step = torch.cat([torch.cat([k, y.T], 1), torch.cat([x, torch.zeros(r, r)], 1)])
+    scale = t / torch.linalg.matrix_norm(step, ord=2)
+    return core + scale * k, scale * x, scale * y, core
+
+
+def assemble(left: Tensor, right: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """(U left + X) N⁻¹ (V + Y right)ᵀ in the bases [U Q_X], [V Q_Y] where X, Y are coordinates."""
+    eye = torch.eye(len(left), dtype=left.dtype)
+    overlap = eye + right.T @ y.T @ y @ right
+    tall = torch.cat([left, x]) @ torch.linalg.inv(overlap)
+    return tall @ torch.cat([eye, y @ right]).T
+
+
+@pytest.mark.parametrize(("t", "tolerance"), [(0.01, 1e-14), (0.1, 1e-13), (0.3, 1e-11)])
+def test_best_rank_core_is_the_truncated_svd(t: float, tolerance: float) -> None:
+    core, x, y, _ = rank_problem(t, seed=11)
+    left, right, unconverged = linalg.best_rank_core(core, x.T @ x, y.T @ y)
+    whole = torch.cat([torch.cat([core, y.T], 1), torch.cat([x, torch.zeros_like(core)], 1)])
+    u, s, vt = torch.linalg.svd(whole)
+    best = (u[:, :4] * s[:4]) @ vt[:4]
+    assert torch.linalg.matrix_norm(assemble(left, right, x, y) - best) < tolerance * s[0]
+    assert not unconverged
+
+
+def test_best_rank_core_marks_what_did_not_converge() -> None:
+    easy, hard = rank_problem(0.05, seed=12), rank_problem(40.0, seed=13)
+    core, x, y = (torch.stack(pair) for pair in list(zip(easy, hard, strict=True))[:3])
+    left, right, unconverged = linalg.best_rank_core(core, x.mT @ x, y.mT @ y)
+    assert unconverged.tolist() == [False, True]
+    # The last iterate is kept, and no iterate moves further than twice the step.
+    moved = assemble(left[1], right[1], x[1], y[1])
+    moved[:4, :4] -= hard[3]
+    k = core[1] - hard[3]
+    step = (k.square().sum() + x[1].square().sum() + y[1].square().sum()).sqrt()
+    assert torch.linalg.matrix_norm(moved) <= 2 * step
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["random", "equal", "crowded", "rank-one", "zero", "tiny"])
+def test_spectral_norm(dtype: torch.dtype, case: str) -> None:
+    m, n, r, i, j = 24, 18, 4, 2, 3
+    u = torch.linalg.qr(randn(5, m, r, seed=21)).Q * i**0.5
+    v = torch.linalg.qr(randn(5, n, r, seed=22)).Q * j**0.5
+    c, d = randn(5, m, r, seed=23), randn(5, n, r, seed=24)
+    if case in ("equal", "crowded"):
+        # C Vᵀ alone, with (nearly) equal singular values: nothing may divide by their gaps.
+        values = 1 + (torch.arange(r) * 1e-7 if case == "crowded" else torch.zeros(r)).double()
+        c, d = torch.linalg.qr(c).Q * values, torch.zeros_like(d)
+    elif case == "rank-one":
+        c, d = c[..., :1] * randn(5, 1, r, seed=25), torch.zeros_like(d)
+    elif case == "zero":
+        c, d = torch.zeros_like(c), torch.zeros_like(d)
+    elif case == "tiny":
+        c, d = 1e-12 * c, 1e-12 * d
+    expected = torch.linalg.matrix_norm(c @ v.mT + u @ d.mT, ord=2)
+    c, d, u, v = (x.to(dtype) for x in (c, d, u, v))
+    found = linalg.spectral_norm(c.mT @ c, u.mT @ c, d.mT @ d, v.mT @ d, i, j)
+    tolerance = 1e-10 if dtype == torch.float64 else 5e-6
+    assert (found - expected).abs().max() <= tolerance * expected.max()
