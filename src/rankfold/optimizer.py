@@ -265,27 +265,23 @@ class RiemannianSGD(Optimizer):
         State goes to the devices of its parameters and keeps its dtype, where torch would cast
         float32 masters and momenta to the dtype of a bfloat16 parameter.
         """
+        own_grids = [{key: group[key] for key in _GRID_KEYS} for group in self.param_groups]
         loaded: dict[str, Any] = {}
 
-        def with_grids(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        def remember(_: Optimizer, saved: dict[str, Any]) -> None:
             loaded.update(saved)
-            groups = [
-                {**theirs, **{key: ours[key] for key in _GRID_KEYS}}
-                for ours, theirs in zip(self.param_groups, saved["param_groups"], strict=False)
-            ]
-            # A different number of groups is torch's own error: leave it to be raised there.
-            rest = saved["param_groups"][len(groups) :]
-            return {**saved, "param_groups": groups + rest}
 
-        def uncast(_: Optimizer) -> None:
+        def restore(_: Optimizer) -> None:
+            for group, grids in zip(self.param_groups, own_grids, strict=True):
+                group.update(grids)
             ids = [i for group in loaded["param_groups"] for i in group["params"]]
             params = [p for group in self.param_groups for p in group["params"]]
             for index, param in zip(ids, params, strict=True):
                 for key, value in loaded["state"].get(index, {}).items():
-                    self.state[param][key] = value.detach().clone().to(param.device)
+                    self.state[param][key] = value.detach().to(param.device, copy=True)
 
-        before = self.register_load_state_dict_pre_hook(with_grids)
-        after = self.register_load_state_dict_post_hook(uncast, prepend=True)
+        before = self.register_load_state_dict_pre_hook(remember)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:

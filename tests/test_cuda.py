@@ -1,0 +1,172 @@
+"""What only a GPU can show: no synchronisation, no TF32, the CPU's results, crossing devices."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankfold
+from rankfold.geometries import GEOMETRIES, geometry_for
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+ALGORITHMS = [
+    (name, grid, retraction)
+    for name in GEOMETRIES
+    for grid in ((1, 1), (2, 3))
+    for retraction in geometry_for(name, *grid).retractions
+]
+
+
+class Problem:
+    """Several grids of one shape and a quadratic loss of their products."""
+
+    def __init__(
+        self, grid: tuple[int, int], device: str, dtype: torch.dtype, members: int = 3
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def orthonormal(rows: int) -> nn.Parameter:
+            random = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+            return nn.Parameter(torch.linalg.qr(random).Q.to(device, dtype))
+
+        self.sides = [
+            ([orthonormal(64) for _ in range(grid[0])], [orthonormal(48) for _ in range(grid[1])])
+            for _ in range(members)
+        ]
+        shape = (members, grid[0], grid[1], 64, 48)
+        target = torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.target = target.to(device, dtype)
+        self.grids = [rankfold.Grid(left, right) for left, right in self.sides]
+
+    def backward(self) -> None:
+        products = [
+            torch.stack([torch.stack([a @ b.T for b in r]) for a in left]) for left, r in self.sides
+        ]
+        (torch.stack(products) - self.target).square().sum().backward()
+
+    def products(self) -> Tensor:
+        return torch.stack(
+            [
+                a.detach().double() @ b.detach().double().T
+                for left, right in self.sides
+                for a in left
+                for b in right
+            ]
+        ).cpu()
+
+
+def optimizer_for(
+    problem: Problem, algorithm: tuple[Any, ...], **changes: Any
+) -> rankfold.RiemannianSGD:
+    name, _, retraction = algorithm
+    values: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "retraction": retraction}
+    return rankfold.RiemannianSGD(problem.grids, geometry=name, **{**values, **changes})
+
+
+def run(problem: Problem, optimizer: rankfold.RiemannianSGD, steps: int) -> Tensor:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        problem.backward()
+        optimizer.step()
+    return problem.products()
+
+
+@pytest.fixture
+def sync_errors() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("sync_errors")
+@pytest.mark.parametrize("normalize", ["metric", "spectral", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_never_synchronises(
+    algorithm: tuple[Any, ...], dtype: torch.dtype, normalize: str | None
+) -> None:
+    problem = Problem(algorithm[1], "cuda", dtype)
+    lr = torch.tensor(1e-3, device="cuda")
+    optimizer = optimizer_for(problem, algorithm, normalize=normalize, lr=lr)
+    run(problem, optimizer, 1)
+    problem.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert problem.products().isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_tf32_settings_change_nothing(algorithm: tuple[Any, ...]) -> None:
+    results = []
+    for setting in ("highest", "high"):
+        problem = Problem(algorithm[1], "cuda", torch.float32)
+        optimizer = optimizer_for(problem, algorithm)
+        for _ in range(4):
+            optimizer.zero_grad()
+            problem.backward()
+            torch.set_float32_matmul_precision(setting)
+            try:
+                optimizer.step()
+                assert torch.get_float32_matmul_precision() == setting
+            finally:
+                torch.set_float32_matmul_precision("highest")
+        results.append(problem.products())
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("normalize", ["metric", "spectral"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_gpu_agrees_with_the_cpu(algorithm: tuple[Any, ...], normalize: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        problem = Problem(algorithm[1], device, torch.float64)
+        found.append(run(problem, optimizer_for(problem, algorithm, normalize=normalize), 5))
+    assert (found[0] - found[1]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(("source", "target"), [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_loads_across_devices(source: str, target: str, dtype: torch.dtype) -> None:
+    algorithm = ("fixed-embedded", (2, 3), "svd")
+    old, new = Problem((2, 3), source, dtype), Problem((2, 3), target, dtype)
+    optimizer, other = optimizer_for(old, algorithm), optimizer_for(new, algorithm)
+    run(old, optimizer, 3)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    with torch.no_grad():
+        for mine, theirs in zip(new.grids, old.grids, strict=True):
+            for p, q in zip(mine.params(), theirs.params(), strict=True):
+                p.copy_(q)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    for state in other.state.values():
+        assert all(value.device.type == target for value in state.values())
+    difference = run(new, other, 3) - run(old, optimizer, 3)
+    assert difference.abs().max() < (1e-10 if dtype == torch.float64 else 1e-2)
+
+
+def test_grad_scaler_under_float16_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 4, dim_feedforward=64, batch_first=True).cuda()
+    optimizer = rankfold.RiemannianSGD(
+        rankfold.attention_grids(model), 0.02, geometry="fixed-quotient"
+    )
+    scaler = torch.amp.GradScaler("cuda")
+    x = torch.randn(8, 16, 64, device="cuda")
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = (model(x) - x.flip(1)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
