@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from . import checks
 from .factors import Grid, require_disjoint
-from .geometries import StepOptions, geometry_for
+from .geometries import StepOptions, geometry_for, is_isometry
 from .precision import exact_arithmetic, working_dtype
 from .stacks import Plan, needs_master
 
@@ -103,17 +103,10 @@ class RiemannianSGD(Optimizer):
         params = {id(p): p for grid in grids for p in grid.params()}
         group = {**param_group, "grids": grids, "grid_names": names}
         group["params"] = list(params.values())
-        self._require_orthonormal(options["geometry"], labelled)
-        super().add_param_group(group)
-
-    def _require_orthonormal(self, geometry: str, labelled: list[tuple[str, Grid]]) -> None:
         present = [(n, g) for n, g in labelled if g.params()[0].device.type != "meta"]
-        plan = Plan(present)
-        with torch.no_grad(), exact_arithmetic(plan.device_types):
-            weights = plan.gather(lambda p: p)
-            for stack in plan.stacks:
-                if geometry_for(geometry, stack.lefts, stack.rights).isometry:
-                    checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
+        if is_isometry(options["geometry"]):
+            self._require_orthonormal(Plan(present))
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -160,17 +153,23 @@ class RiemannianSGD(Optimizer):
         fresh = [s for s in plan.stacks if not self._looked_at.issuperset(s.members)]
         if not fresh:
             return
-        weights, grads = plan.gather_weights(self._state_of), plan.gather(_grad_of)
+        isometry = is_isometry(group["geometry"])
+        if isometry:
+            self._require_orthonormal(plan)
+        weights, grads = plan.gather(_itself), plan.gather(_grad_of)
         for stack in fresh:
-            isometry = geometry_for(group["geometry"], stack.lefts, stack.rights).isometry
             point = stack.read(weights)
-            if isometry:
-                checks.check_orthonormal(stack.members, point, stack.rounded)
-            else:
+            if not isometry:
                 checks.check_full_rank(stack.members, point)
             checks.warn_if_inconsistent(stack.members, point, stack.read(grads), isometry)
         for stack in fresh:
             self._looked_at.update(stack.members)
+
+    def _require_orthonormal(self, plan: Plan) -> None:
+        with torch.no_grad(), exact_arithmetic(plan.device_types):
+            weights = plan.gather(_itself)
+            for stack in plan.stacks:
+                checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
 
     def _update(self, group: Group, plan: Plan) -> None:
         momentum = float(group["momentum"])
@@ -287,6 +286,10 @@ class RiemannianSGD(Optimizer):
         finally:
             before.remove()
             after.remove()
+
+
+def _itself(param: Tensor) -> Tensor:
+    return param
 
 
 def _grad_of(param: Tensor) -> Tensor:

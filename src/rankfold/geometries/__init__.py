@@ -9,7 +9,15 @@ from .isometry_canonical import IsometryCanonical
 from .isometry_embedded import IsometryEmbedded, IsometryEmbeddedGrid
 from .isometry_quotient import IsometryQuotient
 
-__all__ = ["GEOMETRIES", "Geometry", "Outcome", "Pair", "StepOptions", "geometry_for"]
+__all__ = [
+    "GEOMETRIES",
+    "Geometry",
+    "Outcome",
+    "Pair",
+    "StepOptions",
+    "geometry_for",
+    "is_isometry",
+]
 
 # For each name, the algorithm of a single pair and that of a larger grid.
 _ALGORITHMS: dict[str, tuple[Geometry, Geometry]] = {
@@ -27,3 +35,8 @@ def geometry_for(name: str, lefts: int, rights: int) -> Geometry:
     """The algorithm that ``name`` means for members of ``lefts`` × ``rights`` factors."""
     single, grid = _ALGORITHMS[name]
     return single if lefts == rights == 1 else grid
+
+
+def is_isometry(name: str) -> bool:
+    """Whether the geometry keeps the columns of its factors orthonormal."""
+    return geometry_for(name, 1, 1).isometry
