@@ -12,13 +12,13 @@ from torch import Tensor
 
 from .factors import Grid, describe
 from .geometries import GEOMETRIES, Pair, geometry_for
-from .linalg import cholesky, skew, squared_norm
+from .linalg import skew, squared_norm
 
 NORMALIZATIONS = ("metric", "spectral", None)
 
 # Largest spectral norm of UᵀU − I that counts as orthonormal; one step repairs what is below it.
 _ORTHONORMAL = 1e-3
-_ORTHONORMAL_LOW_PRECISION = 2e-2
+_ORTHONORMAL_ROUNDED = 2e-2
 # A right pair of gradients disagrees by rounding alone; a wrong axis makes them unrelated.
 _INCONSISTENT = 0.3
 _ROUNDING = 0.03
@@ -103,9 +103,14 @@ def orthonormality_defect(blocks: Tensor) -> Tensor:
     return defect
 
 
-def check_orthonormal(members: Sequence[str], point: Pair, low_precision: bool) -> None:
+def orthonormal_tolerance(rounded: bool) -> float:
+    """The largest defect that counts as orthonormal, for factors rounded to 16 bits or not."""
+    return _ORTHONORMAL_ROUNDED if rounded else _ORTHONORMAL
+
+
+def check_orthonormal(members: Sequence[str], point: Pair, rounded: bool) -> None:
     """Raise if factors of ``(batch, blocks, m, r)`` are not orthonormal; synchronises."""
-    tolerance = _ORTHONORMAL_LOW_PRECISION if low_precision else _ORTHONORMAL
+    tolerance = orthonormal_tolerance(rounded)
     for side, blocks in zip(("left", "right"), point, strict=True):
         worst = orthonormality_defect(blocks).amax(1).tolist()
         for member, defect in zip(members, worst, strict=True):
@@ -121,11 +126,9 @@ def check_orthonormal(members: Sequence[str], point: Pair, low_precision: bool) 
 def check_full_rank(members: Sequence[str], point: Pair) -> None:
     """Raise if a factor has lost rank, so that no fixed-rank step exists; synchronises."""
     for side, blocks in zip(("left", "right"), point, strict=True):
-        wide = blocks.double()
-        lower = cholesky(wide.mT @ wide)
-        diagonal = lower.diagonal(dim1=-2, dim2=-1)
-        ratio = diagonal.amin(-1) / diagonal.amax(-1)
-        broken = ~(ratio > torch.finfo(blocks.dtype).eps)
+        values = torch.linalg.svdvals(blocks.double().nan_to_num(0, 0, 0))
+        rounding = max(blocks.shape[-2:]) * torch.finfo(blocks.dtype).eps
+        broken = values.amin(-1) <= rounding * values.amax(-1)
         for member, flags in zip(members, broken.tolist(), strict=True):
             if any(flags):
                 raise ValueError(
@@ -161,7 +164,8 @@ def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isomet
             f"{share:.0%} of their size), so the loss does not depend on the product alone. A "
             "wrong axis=, start= or blocks= looks like this; so do rotary embeddings or "
             "normalization between the factors.",
-            stacklevel=4,
+            # Past this function, the look, step, and torch's two wrappers of step.
+            stacklevel=6,
         )
 
 

@@ -248,7 +248,7 @@ def require_disjoint(factors: Iterable[tuple[str, Factor]]) -> None:
 
 
 def _as_factors(side: FactorLike | Sequence[FactorLike]) -> list[Factor]:
-    items = [side] if isinstance(side, (Factor, Tensor)) else list(side)
+    items = side if isinstance(side, Sequence) else [side]
     return [item if isinstance(item, Factor) else Factor(item) for item in items]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class RiemannianSGD(Optimizer):
     Args:
         grids: an iterable of `Grid`, or of dicts ``{"grids": [...], "lr": ..., ...}``, one a
             parameter group with options of its own. Grids that share a parameter share a group.
-        lr: learning rate η > 0, a float or a 0-dim tensor. With a normalization it is the length
+        lr: learning rate η ≥ 0, a float or a 0-dim tensor. With a normalization it is the length
             of each member's step in that norm.
         geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
             ``"isometry-quotient"`` or ``"isometry-canonical"``.
@@ -50,7 +51,7 @@ class RiemannianSGD(Optimizer):
 
     def __init__(
         self,
-        grids: Iterable[Grid] | Iterable[Group],
+        grids: Grid | Iterable[Grid] | Iterable[Group],
         lr: float | Tensor,
         *,
         geometry: str,
@@ -69,7 +70,7 @@ class RiemannianSGD(Optimizer):
             "retraction": retraction,
             "maximize": maximize,
         }
-        items: list[Any] = list(grids)
+        items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
         if not items:
             raise ValueError("RiemannianSGD got no grids")
         groups = items if isinstance(items[0], dict) else [{"grids": items}]
@@ -172,7 +173,7 @@ class RiemannianSGD(Optimizer):
                 checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
 
     def _update(self, group: Group, plan: Plan) -> None:
-        momentum = float(group["momentum"])
+        momentum, lr = float(group["momentum"]), group["lr"]
         weights = plan.gather_weights(self._state_of)
         grads = plan.gather(_grad_of)
         if momentum > 0:
@@ -183,7 +184,8 @@ class RiemannianSGD(Optimizer):
         for stack in plan.stacks:
             geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
             options = StepOptions(
-                lr=group["lr"],
+                # 0-dim, so that a float64 learning rate does not widen float32 steps.
+                lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
                 momentum=momentum,
                 normalize=group["normalize"],
                 norm_floor=group["norm_floor"],
@@ -298,6 +300,8 @@ def _grad_of(param: Tensor) -> Tensor:
 
 
 def _as_grid_list(group: Group) -> list[Grid]:
+    if not isinstance(group, dict):
+        raise TypeError(f"expected a dict with the key 'grids', got {type(group).__name__}")
     if "grids" not in group:
         raise ValueError("a parameter group is a dict with the key 'grids', a list of Grid")
     grids = [group["grids"]] if isinstance(group["grids"], Grid) else list(group["grids"])
@@ -313,12 +317,15 @@ def _as_grid_list(group: Group) -> list[Grid]:
 
 
 def _name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
-    """Names as given, or ``grid<k>`` counting over all groups; no name twice."""
+    """Names as given, or the next free ``grid<k>``; no name twice."""
     used = set(taken)
+    given = {grid.name for grid in grids}
     names: list[str] = []
     for grid in grids:
-        name = f"grid{len(used)}" if grid.name is None else grid.name
-        if name in used:
+        name = grid.name
+        if name is None:
+            name = next(free for k in count() if (free := f"grid{k}") not in used | given)
+        elif name in used:
             raise ValueError(f"two grids are named {name!r}; names tell members apart in messages")
         used.add(name)
         names.append(name)

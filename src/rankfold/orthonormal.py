@@ -8,14 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .checks import check_full_rank, orthonormality_defect
+from .checks import check_full_rank, orthonormal_tolerance, orthonormality_defect
 from .factors import Grid
 from .geometries import Pair
 from .precision import exact_arithmetic
 from .stacks import Plan
-
-# A smaller change than this is no news to a trained model.
-_NEWS = 1e-3
 
 
 def _polar(blocks: Tensor) -> Tensor:
@@ -33,17 +30,23 @@ def orthonormalize_(grids: Grid | Iterable[Grid]) -> None:
     that has been trained, and warns when the change is more than rounding.
     """
     listed = [grids] if isinstance(grids, Grid) else list(grids)
+    if not listed:
+        raise ValueError("orthonormalize_ got no grids")
     plan = Plan([(grid.name or f"grid{k}", grid) for k, grid in enumerate(listed)])
     with torch.no_grad(), exact_arithmetic(plan.device_types):
         weights = plan.gather(lambda p: p)
         points = [stack.read(weights) for stack in plan.stacks]
         for stack, point in zip(plan.stacks, points, strict=True):
             check_full_rank(stack.members, point)
-        change = max(orthonormality_defect(side).max().item() for p in points for side in p)
+        changed = any(
+            orthonormality_defect(side).max().item() > orthonormal_tolerance(stack.rounded)
+            for stack, point in zip(plan.stacks, points, strict=True)
+            for side in point
+        )
         for stack, point in zip(plan.stacks, points, strict=True):
             stack.write(weights, Pair(_polar(point.left), _polar(point.right)))
         plan.scatter(weights, lambda p: p)
-    if change > _NEWS:
+    if changed:
         warnings.warn(
             "orthonormalize_ set all singular values of the products to one, which changes the "
             "function of a trained model; it is meant for models about to be trained",

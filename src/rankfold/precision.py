@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 
-class _Matmul(Protocol):
+class _Setting(Protocol):
     fp32_precision: str
 
 
 # The two backends whose float32 matrix products may be lowered to TF32 or bf16. Their values are
 # read as they take effect: "none" means that nothing has asked for less than float32.
-_MATMULS: tuple[_Matmul, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+_MATMULS: tuple[_Setting, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+_WIDEST: _Setting = cast(_Setting, torch.backends)
 _FULL = ("ieee", "none")
 
 
@@ -25,20 +26,22 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def _full_precision(matmul: _Matmul) -> Iterator[None]:
+def _full_precision(matmul: _Setting) -> Iterator[None]:
     before = matmul.fp32_precision
     if before in _FULL:
         yield
         return
+    # The value read may be the backend's own or inherited from torch's widest setting, and must be
+    # put back as what it was. It is its own if it stays when the wide setting is moved.
+    wide = _WIDEST.fp32_precision
+    _WIDEST.fp32_precision = "ieee"
+    own = matmul.fp32_precision == before
+    _WIDEST.fp32_precision = wide
     matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        # A value may be the backend's own or inherited from a wider setting. Clear it first, and
-        # set it only if clearing did not bring the old one back: what was inherited stays so.
-        matmul.fp32_precision = "none"
-        if matmul.fp32_precision != before:
-            matmul.fp32_precision = before
+        matmul.fp32_precision = before if own else "none"
 
 
 @contextmanager

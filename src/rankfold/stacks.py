@@ -49,11 +49,11 @@ class Slot:
     weight: Place
     bias: Place | None
 
-    def read(self, buffers: Buffers, height: int) -> Tensor:
+    def read(self, buffers: Buffers, height: int, dtype: torch.dtype) -> Tensor:
         """``(L, count, height, rank)``, padded with zero rows up to ``height``."""
-        blocks = self.factor.view_blocks(self.weight.read(buffers)).flatten(1, -3)
+        blocks = self.factor.view_blocks(self.weight.read(buffers)).flatten(1, -3).to(dtype)
         if self.bias is not None:
-            rows = self.factor.view_bias(self.bias.read(buffers)).to(blocks.dtype)
+            rows = self.factor.view_bias(self.bias.read(buffers)).to(dtype)
             blocks = torch.cat([blocks, rows], -2)
         missing = height - blocks.shape[-2]
         return pad(blocks, (0, 0, 0, missing)) if missing else blocks
@@ -117,7 +117,7 @@ class Stack:
     def _side(self, buffers: Buffers, sides: list[list[Slot]], blocks: int, height: int) -> Tensor:
         parts = []
         for slots in sides:
-            read = [slot.read(buffers, height).to(self.dtype) for slot in slots]
+            read = [slot.read(buffers, height, self.dtype) for slot in slots]
             joined = read[0] if len(read) == 1 else torch.cat(read, 1)
             parts.append(joined.reshape(-1, blocks, height, joined.shape[-1]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

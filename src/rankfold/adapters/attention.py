@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 from ..factors import Factor, Grid
 
 PAIRS = ("qk", "vo")
+
+# Names by which modules give away what stands between the factors of a product: a rotation or a
+# norm on queries and keys, a norm or a gate on values or on what is attended to.
+_ROTARY = re.compile(r"(^|_)(rope|rotary)")
+_BETWEEN = re.compile(r"norm|(^|_)ln($|_)|gate")
+_ON_SCORES = re.compile(r"(^|_)(q|k|qk|query|key)_")
 
 
 def attention_grids(model: nn.Module, *, pairs: str | Iterable[str] | None = None) -> list[Grid]:
@@ -22,7 +29,8 @@ def attention_grids(model: nn.Module, *, pairs: str | Iterable[str] | None = Non
             carried as one more row of their factors.
         pairs: ``"qk"``, ``"vo"``, or both. None takes those whose loss depends on the product
             alone: query·key is left out where rotary embeddings or a norm on queries and keys
-            stand between the two factors.
+            stand between the two factors, output·value where a norm or a gate does. This is told
+            by the names of modules and configuration, so look at what it finds.
 
     Layers with a frozen factor are left out. Raises ValueError if nothing is found.
     """
@@ -132,7 +140,10 @@ def _head_dim(name: str, module: Any) -> int:
         for attribute in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
-                return int(module.q_proj.out_features) // heads
+                size = int(module.q_proj.out_features)
+                if size % heads:
+                    raise ValueError(f"{name}: {heads} heads do not divide the {size} of q_proj")
+                return size // heads
     raise ValueError(
         f"{name}: cannot tell the size of a head; give the module an attribute head_dim or "
         "num_heads, or build its grids with rankfold.Grid"
@@ -140,16 +151,19 @@ def _head_dim(name: str, module: Any) -> int:
 
 
 def _exact_pairs(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Output·value always; query·key unless a rotation or a norm stands between its factors."""
-    path = name.split(".") if name else []
+    """The pairs with nothing but a product between their factors, as far as names can tell."""
     owners = [model]
-    for part in path:
+    for part in name.split(".") if name else []:
         owners.append(getattr(owners[-1], part))
     layer = owners[-1]
-    normed = any(getattr(layer, norm, None) is not None for norm in ("q_norm", "k_norm", "qk_norm"))
-    rotated = any(
-        "rotary" in attribute or "rope" in attribute
-        for owner in owners
-        for attribute in (*owner._modules, *owner._buffers, *vars(owner))
+    children = [child for child, module in layer._modules.items() if module is not None]
+    between = [child for child in children if _BETWEEN.search(child)]
+    on_scores = [child for child in between if _ON_SCORES.search(child)]
+    named = (a for owner in owners for a in (*owner._modules, *owner._buffers, *vars(owner)))
+    config = getattr(layer, "config", None)
+    rotated = any(_ROTARY.search(attribute) for attribute in named) or any(
+        getattr(config, key, None) is not None
+        for key in ("rope_parameters", "rope_theta", "rope_scaling")
     )
-    return ("vo",) if normed or rotated else PAIRS
+    exact = {"qk": not (on_scores or rotated), "vo": len(between) == len(on_scores)}
+    return tuple(pair for pair in PAIRS if exact[pair])
