@@ -330,7 +330,7 @@ def test_a_member_that_has_not_converged_is_counted_and_moves(
     gradient = 1e-2 * draw(members, 9, 7)
     gradient[wild] *= scale / 1e-2
 
-    def optimize(which: list[int], steps: int) -> tuple[Tensor, dict[str, int]]:
+    def optimize(which: list[int], steps: int) -> tuple[Tensor, dict[str, dict[str, int]]]:
         left, right = (nn.Parameter(x[which].to(dtype)) for x in (a, b))
         grid = Grid(left, right, groups=len(which), name="w")
         optimizer = rankfold.RiemannianSGD(
@@ -341,10 +341,10 @@ def test_a_member_that_has_not_converged_is_counted_and_moves(
             left.grad = ambient @ right.detach()
             right.grad = ambient.mT @ left.detach()
             optimizer.step()
-        return (left @ right.mT).detach().double(), optimizer.unconverged()
+        return (left @ right.mT).detach().double(), optimizer.counts()
 
     after, counted = optimize(list(range(members)), 1)
-    assert counted == {f"w[{wild}]": 1}
+    assert counted == {f"w[{wild}]": {"unconverged": 1}}
     assert after.isfinite().all()
 
     # The tangent vector of the step, and how far the member went along it.
@@ -372,7 +372,7 @@ def test_other_retractions_count_nothing(geometry: str) -> None:
     left, right = factors(1, 1, 9, 7, 2)
     optimizer = rankfold.RiemannianSGD([Grid(left, right)], 30.0, geometry=geometry, normalize=None)
     optimizer.step()
-    assert optimizer.unconverged() == {}
+    assert optimizer.counts() == {}
 
 
 def test_counts_add_up() -> None:
@@ -388,4 +388,4 @@ def test_counts_add_up() -> None:
             left[0].copy_(fresh[0][0])
             right[0].copy_(fresh[1][0])
         optimizer.step()
-    assert optimizer.unconverged() == {"w[0]": 3}
+    assert optimizer.counts() == {"w[0]": {"unconverged": 3}}

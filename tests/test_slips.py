@@ -88,7 +88,7 @@ def printed_carry(
     self: EmbeddedGeometry, bases: Bases, coords: TangentXKY, new: NewCoefficients, deskew: bool
 ) -> Pair:
     """A.1 Step 5 with M Q_Y = U R_Y and Mᵀ Q_X = V R_X: R R where Rᵀ R belongs."""
-    r_x, r_y = linalg.cholesky(coords.xx).mT, linalg.cholesky(coords.yy).mT
+    r_x, r_y = linalg.cholesky(coords.xx).lower.mT, linalg.cholesky(coords.yy).lower.mT
     return carry(self, bases, coords._replace(xx=r_x @ r_x, yy=r_y @ r_y), new, deskew)
 
 

@@ -15,6 +15,8 @@ from .geometries import GEOMETRIES, Pair, geometry_for
 from .linalg import skew, squared_norm
 
 NORMALIZATIONS = ("metric", "spectral", None)
+REPAIRS = ("none", "average", "exact")
+ON_NONFINITE = ("skip", "raise")
 
 # Largest spectral norm of UᵀU − I that counts as orthonormal; one step repairs what is below it.
 _ORTHONORMAL = 1e-3
@@ -35,6 +37,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     if not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"norm_floor must be finite and positive, got {floor}")
+    damping, trust = options["damping"], options["trust_region"]
+    if not (math.isfinite(damping) and damping >= 0):
+        raise ValueError(f"damping must be finite and not negative, got {damping}")
+    if trust is not None and not 0 < trust <= 1:
+        raise ValueError(f"trust_region must be None or in (0, 1], got {trust}")
+    for option, known in (("gradient_repair", REPAIRS), ("on_nonfinite", ON_NONFINITE)):
+        if options[option] not in known:
+            raise ValueError(f"{option} must be one of {known}, got {options[option]!r}")
     if options["geometry"] not in GEOMETRIES:
         raise ValueError(
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
@@ -92,6 +102,17 @@ def has_gradients(name: str, grid: Grid) -> bool:
             if param.grad.layout != torch.strided:
                 raise RuntimeError(f"grid {name!r}: sparse gradient of {where} is not supported")
     return True
+
+
+def require_finite(members: Sequence[str], grad: Pair) -> None:
+    """Raise if a member's gradients have a NaN or an infinity; synchronises."""
+    left, right = (x.isfinite().flatten(1).all(1) for x in grad)
+    bad = [m for m, ok in zip(members, (left & right).tolist(), strict=True) if not ok]
+    if bad:
+        raise RuntimeError(
+            f"the gradients of {', '.join(bad)} are not finite (on_nonfinite='raise'); nothing was "
+            "changed"
+        )
 
 
 def orthonormality_defect(blocks: Tensor) -> Tensor:

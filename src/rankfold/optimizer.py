@@ -43,6 +43,17 @@ class RiemannianSGD(Optimizer):
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single
             pairs, polar or qr for larger grids. The other isometries: polar, qr.
         maximize: climb instead of descending.
+        gradient_repair: what to do about factor gradients that no function of the product has
+            (rotary embeddings, rounding): ``"none"``; ``"average"``, the cheap repair; or
+            ``"exact"``, the nearest gradient in least squares. Isometry geometries always make
+            the exact one, which costs them nothing.
+        damping: an absolute ridge δ ≥ 0 in the r×r solves of the fixed-rank geometries, for
+            factors that start rank-deficient, like LoRA's zero B. The one option that gives up
+            gauge invariance: it compares a factor's size with a fixed number.
+        trust_region: clip each step to this share, in (0, 1], of the largest one for which the
+            retraction is certain to be well defined. None leaves steps alone.
+        on_nonfinite: ``"skip"`` leaves members with a NaN or infinite step as they are and counts
+            them; ``"raise"`` looks at the gradients first, which stops the device, and names them.
 
     Parameters stay plain parameters and ``.grad`` is never changed. bfloat16 and float16
     parameters keep a float32 master in the state. Parts of a parameter that no grid covers are
@@ -60,6 +71,10 @@ class RiemannianSGD(Optimizer):
         norm_floor: float = 2**-23,
         retraction: str | None = None,
         maximize: bool = False,
+        gradient_repair: str = "average",
+        damping: float = 0.0,
+        trust_region: float | None = None,
+        on_nonfinite: str = "skip",
     ) -> None:
         defaults: Group = {
             "lr": lr,
@@ -69,6 +84,10 @@ class RiemannianSGD(Optimizer):
             "norm_floor": norm_floor,
             "retraction": retraction,
             "maximize": maximize,
+            "gradient_repair": gradient_repair,
+            "damping": damping,
+            "trust_region": trust_region,
+            "on_nonfinite": on_nonfinite,
         }
         items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
         if not items:
@@ -80,7 +99,7 @@ class RiemannianSGD(Optimizer):
     def _reset_caches(self) -> None:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._looked_at: set[str] = set()
-        self._counted: Counter[str] = Counter()
+        self._counted: dict[str, Counter[str]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -127,6 +146,10 @@ class RiemannianSGD(Optimizer):
         ]
         with exact_arithmetic(kind for _, plan in ready for kind in plan.device_types):
             for group, plan in ready:
+                if group["on_nonfinite"] == "raise":
+                    grads = plan.gather(_grad_of)
+                    for stack in plan.stacks:
+                        checks.require_finite(stack.members, stack.read(grads))
                 self._look_once(group, plan)
             for group, plan in ready:
                 self._update(group, plan)
@@ -160,7 +183,7 @@ class RiemannianSGD(Optimizer):
         weights, grads = plan.gather(_itself), plan.gather(_grad_of)
         for stack in fresh:
             point = stack.read(weights)
-            if not isometry:
+            if not (isometry or group["damping"]):
                 checks.check_full_rank(stack.members, point)
             checks.warn_if_inconsistent(stack.members, point, stack.read(grads), isometry)
         for stack in fresh:
@@ -191,6 +214,9 @@ class RiemannianSGD(Optimizer):
                 norm_floor=group["norm_floor"],
                 retraction=group["retraction"] or geometry.retractions[0],
                 maximize=group["maximize"],
+                gradient_repair=group["gradient_repair"],
+                damping=group["damping"],
+                trust_region=group["trust_region"],
             )
             outcome = geometry.step(
                 stack.read(weights),
@@ -201,27 +227,35 @@ class RiemannianSGD(Optimizer):
             stack.write(weights, outcome.point)
             if outcome.momentum is not None:
                 stack.write(momenta, outcome.momentum)
-            if outcome.unconverged is not None:
-                stack.count(outcome.unconverged)
+            stack.count(outcome.events)
         plan.scatter_weights(weights, self._state_of)
         if momentum > 0:
             plan.scatter(momenta, self._momentum_of)
 
-    def unconverged(self) -> dict[str, int]:
-        """How often each member's truncated-SVD retraction stopped short of convergence.
+    def counts(self) -> dict[str, dict[str, int]]:
+        """What happened to each member, by name, since the optimizer was built or loaded.
 
-        Counted since the optimizer was built or loaded; members never counted are left out. Such
-        a step keeps the last iterate, which is a valid retraction all the same; many of them mean
-        that steps are long beside the smallest singular value. Synchronises with the device.
+        ``skipped``: the step was not finite, and the member was left as it was. ``unconverged``:
+        a truncated-SVD retraction stopped short of convergence and kept its last iterate, a valid
+        retraction all the same; many of these mean steps that are long beside the smallest
+        singular value. ``lifted``: a Gram matrix was singular to working precision and its
+        diagonal lifted. ``clipped``: the step was cut to the trust region. Members to whom
+        nothing happened are left out. Synchronises with the device.
         """
-        return dict(self._count_all())
+        return {member: dict(events) for member, events in self._count_all().items()}
 
-    def _count_all(self) -> Counter[str]:
-        total = Counter(self._counted)
+    def _count_all(self) -> dict[str, Counter[str]]:
+        total = {member: Counter(events) for member, events in self._counted.items()}
         for plan in self._plans.values():
             for stack in plan.stacks:
-                total.update(stack.counts())
-        return +total
+                for member, events in stack.counts().items():
+                    total.setdefault(member, Counter()).update(events)
+        return total
+
+    def reset_momentum(self) -> None:
+        """Forget all momentum: the hard reset, for runs whose past has become misleading."""
+        for state in self.state.values():
+            state.pop("momentum", None)
 
     def _state_of(self, param: Tensor) -> dict[str, Tensor]:
         """The parameter's state, with a master on its device if it needs one."""

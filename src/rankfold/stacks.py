@@ -7,7 +7,7 @@ operations depends on how many different layouts there are, never on how many he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -94,18 +94,22 @@ class Stack:
     dtype: torch.dtype
     rounded: bool  # whether any parameter is stored in less than working precision
     members: list[str]
-    unconverged: Tensor | None = None  # (batch,), how often each member was
+    events: dict[str, Tensor] = field(default_factory=dict)  # (batch,) counts by event
 
-    def count(self, unconverged: Tensor) -> None:
-        """Add one for each member marked in ``(batch,)``, on the device."""
-        before = torch.zeros_like(unconverged, dtype=torch.int64)
-        self.unconverged = (before if self.unconverged is None else self.unconverged) + unconverged
+    def count(self, events: dict[str, Tensor]) -> None:
+        """Add one for each member marked in ``(batch,)``, event by event, on the device."""
+        for name, happened in events.items():
+            before = self.events.get(name)
+            self.events[name] = happened.long() if before is None else before + happened
 
-    def counts(self) -> dict[str, int]:
-        """The counts as plain numbers, by member; synchronises."""
-        if self.unconverged is None:
-            return {}
-        return dict(zip(self.members, self.unconverged.tolist(), strict=True))
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The counts as plain numbers, by member, zeros left out; synchronises."""
+        found: dict[str, dict[str, int]] = {}
+        for name, counted in self.events.items():
+            for member, number in zip(self.members, counted.tolist(), strict=True):
+                if number:
+                    found.setdefault(member, {})[name] = number
+        return found
 
     def read(self, buffers: Buffers) -> Pair:
         """``(batch, I, m, r)`` and ``(batch, J, n, r)`` in the stack's dtype."""

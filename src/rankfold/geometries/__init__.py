@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Geometry, Outcome, Pair, StepOptions
+from .base import EVENTS, Geometry, Outcome, Pair, StepOptions
 from .fixed_embedded import FixedEmbedded
 from .fixed_quotient import FixedQuotient
 from .isometry_canonical import IsometryCanonical
@@ -10,6 +10,7 @@ from .isometry_embedded import IsometryEmbedded, IsometryEmbeddedGrid
 from .isometry_quotient import IsometryQuotient
 
 __all__ = [
+    "EVENTS",
     "GEOMETRIES",
     "Geometry",
     "Outcome",

@@ -33,6 +33,9 @@ class StepOptions:
     norm_floor: float
     retraction: str
     maximize: bool
+    gradient_repair: str = "average"
+    damping: float = 0.0
+    trust_region: float | None = None
 
     @property
     def reach(self) -> float | None:
@@ -42,15 +45,19 @@ class StepOptions:
         return self.lr
 
 
-class Outcome(NamedTuple):
-    """What a step leaves: the new point, the momentum to keep, and which members to report.
+# What can happen to a member in a step, in the words of `RiemannianSGD.counts`.
+EVENTS = ("skipped", "unconverged", "lifted", "clipped")
 
-    ``unconverged`` (batch,) is None for retractions that do not iterate to a tolerance.
+
+class Outcome(NamedTuple):
+    """What a step leaves: the new point, the momentum to keep, and what happened to whom.
+
+    ``events`` maps some of `EVENTS` to ``(batch,)`` booleans.
     """
 
     point: Pair
     momentum: Pair | None
-    unconverged: Tensor | None
+    events: dict[str, Tensor]
 
 
 class Landing(NamedTuple):
@@ -74,12 +81,20 @@ class Geometry(ABC):
     retractions: tuple[str, ...]  # the default first
 
     @abstractmethod
-    def frame(self, point: Pair) -> Any:
-        """What the steps share about the point."""
+    def frame(self, point: Pair, damping: float = 0.0) -> Any:
+        """What the steps share about the point; ``damping`` is an absolute ridge in its solves."""
+
+    def lifted(self, frame: Any) -> Tensor | None:
+        """Members (batch,) whose Gram matrices had to be lifted to factor, if that can happen."""
+        return None
 
     @abstractmethod
-    def gradient(self, frame: Any, grad: Pair) -> Pair:
-        """The Riemannian gradient in this geometry's coordinates, from the factors' gradients."""
+    def gradient(self, frame: Any, grad: Pair, repair: str = "average") -> Pair:
+        """The Riemannian gradient in this geometry's coordinates, from the factors' gradients.
+
+        ``repair`` says what to do about gradients that no function of the product has: "none",
+        "average" or "exact". Geometries where the exact repair costs nothing always make it.
+        """
 
     def arrive(self, frame: Any, momentum: Pair) -> Pair:
         """Finish the transport of ``momentum`` at the point of ``frame``."""
@@ -101,6 +116,13 @@ class Geometry(ABC):
     def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:
         """Move by ``scale`` (batch,) times the tangent vector."""
 
+    def step_limit(self, frame: Any, coords: Any) -> Tensor | None:
+        """The largest |scale| (batch,) for which the retraction is certain to be well defined.
+
+        None where every step is.
+        """
+        return None
+
     def depart(self, frame: Any, coords: Any, tangent: Pair, landing: Landing) -> Pair:
         """The momentum to keep, before `arrive`; ``tangent`` and ``coords`` are one vector."""
         return tangent
@@ -112,8 +134,8 @@ class Geometry(ABC):
 
     def step(self, point: Pair, grad: Pair, momentum: Pair | None, options: StepOptions) -> Outcome:
         """One iteration: gradient, momentum, normalization, retraction, transport."""
-        frame = self.frame(point)
-        tangent = self.gradient(frame, grad)
+        frame = self.frame(point, options.damping)
+        tangent = self.gradient(frame, grad, options.gradient_repair)
         if momentum is not None:
             carried = self.arrive(frame, momentum)
             weight = 1 - options.momentum
@@ -127,11 +149,47 @@ class Geometry(ABC):
         if options.normalize is not None:
             norm = self.norm(frame, coords, options.normalize)
             scale = scale / norm.clamp_min(options.norm_floor)
+        events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}
+        if options.trust_region is not None:
+            limit = self.step_limit(frame, coords)
+            if limit is not None:
+                limit = options.trust_region * limit
+                events["clipped"] = scale.abs() > limit
+                scale = torch.minimum(torch.maximum(scale, -limit), limit)
         landing = self.retract(frame, coords, scale, options)
+        events["unconverged"] = landing.unconverged
         kept = None
         if momentum is not None:
             kept = self.depart(frame, coords, tangent, landing)
-        return Outcome(landing.point, kept, landing.unconverged)
+        happened = {name: event for name, event in events.items() if event is not None}
+        return _skip_nonfinite(Outcome(landing.point, kept, happened), point, momentum)
+
+
+def _skip_nonfinite(outcome: Outcome, point: Pair, momentum: Pair | None) -> Outcome:
+    """Leave members whose step is not finite where they were, point and momentum alike.
+
+    A NaN or infinity in a gradient reaches all of its own member through the norm or the products,
+    and no other, so looking at what comes out covers what went in.
+    """
+    finite = _is_finite(outcome.point)
+    if outcome.momentum is not None:
+        finite = finite & _is_finite(outcome.momentum)
+    events = {name: event & finite for name, event in outcome.events.items()}
+    events["skipped"] = ~finite
+    kept = None
+    if outcome.momentum is not None and momentum is not None:
+        kept = _choose(finite, outcome.momentum, momentum)
+    return Outcome(_choose(finite, outcome.point, point), kept, events)
+
+
+def _is_finite(pair: Pair) -> Tensor:
+    left, right = (x.isfinite().flatten(1).all(1) for x in pair)
+    return left & right
+
+
+def _choose(mask: Tensor, yes: Pair, no: Pair) -> Pair:
+    chosen = (torch.where(per_member(mask, a), a, b) for a, b in zip(yes, no, strict=True))
+    return Pair(*chosen)
 
 
 def flatten_blocks(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Transport       orthogonal projection at the new point: (M B', Mᵀ A').
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class NewCoefficients(NamedTuple):
 class EmbeddedGeometry(Geometry):
     """Norms and transport of the header above; subclasses give frames and retractions."""
 
-    def gradient(self, frame: object, grad: Pair) -> Pair:
+    def gradient(self, frame: Any, grad: Pair, repair: str = "average") -> Pair:
+        # Coordinates average the two overlaps, which is already the cheaper repair.
         return grad
 
     def metric_norm(self, frame: object, coords: TangentXKY) -> Tensor:

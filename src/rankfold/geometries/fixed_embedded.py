@@ -35,11 +35,29 @@ class FixedEmbedded(EmbeddedGeometry):
     isometry = False
     retractions = ("svd", "orthographic")
 
-    def frame(self, point: Pair) -> PairFrame:
+    def frame(self, point: Pair, damping: float = 0.0) -> PairFrame:
         return PairFrame(
             point,
-            linalg.orthonormal_frame(flatten_blocks(point.left)),
-            linalg.orthonormal_frame(flatten_blocks(point.right)),
+            linalg.orthonormal_frame(flatten_blocks(point.left), damping),
+            linalg.orthonormal_frame(flatten_blocks(point.right), damping),
+        )
+
+    def lifted(self, frame: PairFrame) -> Tensor:
+        return frame.left.lifted | frame.right.lifted
+
+    def gradient(self, frame: PairFrame, grad: Pair, repair: str = "average") -> Pair:
+        if repair != "exact":
+            return grad
+        # Least squares of ‖ΞB − G_A‖² + ‖ΞᵀA − G_B‖² over tangent Ξ: only K is in dispute.
+        left, right = frame.left, frame.right
+        k_c = left.basis.mT @ flatten_blocks(grad.left) @ right.inverse
+        k_d = (right.basis.mT @ flatten_blocks(grad.right) @ left.inverse).mT
+        s_a, s_b = left.triangle @ left.triangle.mT, right.triangle @ right.triangle.mT
+        k = linalg.sylvester(s_a, s_b, s_a @ k_d + k_c @ s_b)
+        over_a, over_b = (k_c - k) @ right.triangle, (k_d - k).mT @ left.triangle
+        return Pair(
+            grad.left - (left.basis @ over_a).view_as(grad.left),
+            grad.right - (right.basis @ over_b).view_as(grad.right),
         )
 
     def coordinates(self, frame: PairFrame, tangent: Pair) -> TangentXKY:
@@ -47,6 +65,13 @@ class FixedEmbedded(EmbeddedGeometry):
         d = flatten_blocks(tangent.right) @ frame.left.inverse
         x, y, overlap = split_tangent(frame.left.basis, frame.right.basis, c, d)
         return TangentXKY(x, (overlap.left + overlap.right.mT) / 2, y, x.mT @ x, y.mT @ y)
+
+    def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
+        # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
+        left, right = (linalg.triangular_inverse(_block_lower(x)) for x in frame.point)
+        blocks = linalg.norm_bound(right[:, None].mT @ left[:, :, None])
+        whole = linalg.norm_bound(frame.right.inverse.mT @ frame.left.inverse)
+        return 1 / (blocks.amax((1, 2)) + whole) / self.spectral_norm(frame, coords)
 
     def retract(
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
@@ -92,3 +117,8 @@ class FixedEmbedded(EmbeddedGeometry):
         bases = Bases(frame.left.basis, frame.right.basis)
         kept = self.carry(bases, coords, landing.record, deskew=False)
         return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))
+
+
+def _block_lower(blocks: Tensor) -> Tensor:
+    """Cholesky factor of each block's Gram matrix, (batch, blocks, r, r)."""
+    return linalg.cholesky(blocks.mT @ blocks).lower

@@ -28,6 +28,7 @@ class GramFrame(NamedTuple):
     right: Tensor
     left_inverse: Tensor
     right_inverse: Tensor
+    lifted: Tensor
 
 
 class FixedQuotient(Geometry):
@@ -37,18 +38,23 @@ class FixedQuotient(Geometry):
     isometry = False
     retractions = ("additive",)
 
-    def frame(self, point: Pair) -> GramFrame:
+    def frame(self, point: Pair, damping: float = 0.0) -> GramFrame:
         a, b = flatten_blocks(point.left), flatten_blocks(point.right)
-        l_a, l_b = linalg.cholesky(a.mT @ a), linalg.cholesky(b.mT @ b)
-        return GramFrame(
-            point, l_a, l_b, linalg.triangular_inverse(l_a), linalg.triangular_inverse(l_b)
-        )
+        l_a, lifted_a = linalg.cholesky(a.mT @ a, damping)
+        l_b, lifted_b = linalg.cholesky(b.mT @ b, damping)
+        inverses = linalg.triangular_inverse(l_a), linalg.triangular_inverse(l_b)
+        return GramFrame(point, l_a, l_b, *inverses, lifted_a | lifted_b)
 
-    def gradient(self, frame: GramFrame, grad: Pair) -> Pair:
-        return Pair(
+    def lifted(self, frame: GramFrame) -> Tensor:
+        return frame.lifted
+
+    def gradient(self, frame: GramFrame, grad: Pair, repair: str = "average") -> Pair:
+        lift = Pair(
             grad.left @ (frame.right_inverse.mT @ frame.right_inverse)[:, None],
             grad.right @ (frame.left_inverse.mT @ frame.left_inverse)[:, None],
         )
+        # The horizontal projection is the nearest horizontal vector in the metric.
+        return lift if repair == "none" else self.arrive(frame, lift)
 
     def arrive(self, frame: GramFrame, momentum: Pair) -> Pair:
         left, right = self._overlaps(frame, momentum)
@@ -80,6 +86,14 @@ class FixedQuotient(Geometry):
         uc = frame.left_inverse @ left @ frame.right
         vd = frame.right_inverse @ right @ frame.left
         return linalg.spectral_norm(c.mT @ c, uc, d.mT @ d, vd, 1, 1)
+
+    def step_limit(self, frame: GramFrame, coords: Pair) -> Tensor:
+        # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
+        sizes = []
+        for blocks, xi in zip(frame.point, coords, strict=True):
+            lower = linalg.triangular_inverse(linalg.cholesky(blocks.mT @ blocks).lower)
+            sizes.append(linalg.norm_bound(lower.mT @ (lower @ (blocks.mT @ xi))).amax(1))
+        return 1 / torch.maximum(*sizes)
 
     def retract(
         self, frame: GramFrame, coords: Pair, scale: Tensor, options: StepOptions

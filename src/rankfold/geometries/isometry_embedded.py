@@ -30,13 +30,16 @@ class IsometryEmbedded(EmbeddedGeometry):
     isometry = True
     retractions = ("svd",)
 
-    def frame(self, point: Pair) -> Bases:
+    def frame(self, point: Pair, damping: float = 0.0) -> Bases:
         return Bases(flatten_blocks(point.left), flatten_blocks(point.right))
 
     def coordinates(self, frame: Bases, tangent: Pair) -> TangentXKY:
         c, d = flatten_blocks(tangent.left), flatten_blocks(tangent.right)
         x, y, overlap = split_tangent(frame.u, frame.v, c, d)
         return TangentXKY(x, skew(overlap.left - overlap.right) / 2, y, x.mT @ x, y.mT @ y)
+
+    def step_limit(self, frame: Bases, coords: TangentXKY) -> Tensor:
+        return 1 / self.spectral_norm(frame, coords)  # ‖Ξ‖₂ < 1
 
     def retract(
         self, frame: Bases, coords: TangentXKY, scale: Tensor, options: StepOptions

@@ -50,10 +50,10 @@ class StiefelGeometry(Geometry):
     def corrections(self, frame: StiefelFrame, overlap: Pair) -> Pair:
         """κ_i and κ_j (batch, blocks, r, r) from U_iᵀG_Ui and V_jᵀG_Vj."""
 
-    def frame(self, point: Pair) -> StiefelFrame:
+    def frame(self, point: Pair, damping: float = 0.0) -> StiefelFrame:
         return StiefelFrame(point, point.left.shape[1], point.right.shape[1])
 
-    def gradient(self, frame: StiefelFrame, grad: Pair) -> Pair:
+    def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
         u, v = frame.point
         kappa = self.corrections(frame, Pair(u.mT @ grad.left, v.mT @ grad.right))
         return Pair(grad.left / frame.j - u @ kappa.left, grad.right / frame.i - v @ kappa.right)
