@@ -83,16 +83,23 @@ def sync_errors() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+SAFEGUARDS: dict[str, Any] = {"gradient_repair": "exact", "damping": 1e-6, "trust_region": 0.5}
+
+
 @pytest.mark.usefixtures("sync_errors")
+@pytest.mark.parametrize("safeguards", [{}, SAFEGUARDS], ids=["plain", "safeguards"])
 @pytest.mark.parametrize("normalize", ["metric", "spectral", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_never_synchronises(
-    algorithm: tuple[Any, ...], dtype: torch.dtype, normalize: str | None
+    algorithm: tuple[Any, ...],
+    dtype: torch.dtype,
+    normalize: str | None,
+    safeguards: dict[str, Any],
 ) -> None:
     problem = Problem(algorithm[1], "cuda", dtype)
     lr = torch.tensor(1e-3, device="cuda")
-    optimizer = optimizer_for(problem, algorithm, normalize=normalize, lr=lr)
+    optimizer = optimizer_for(problem, algorithm, normalize=normalize, lr=lr, **safeguards)
     run(problem, optimizer, 1)
     problem.backward()
     torch.cuda.synchronize()
@@ -170,3 +177,35 @@ def test_grad_scaler_under_float16_autocast() -> None:
         scaler.update()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_nan_gradient_stays_in_its_member(algorithm: tuple[Any, ...]) -> None:
+    problem = Problem(algorithm[1], "cuda", torch.float32)
+    optimizer = optimizer_for(problem, algorithm)
+    run(problem, optimizer, 2)
+    before = [[p.detach().clone() for p in grid.params()] for grid in problem.grids]
+    optimizer.zero_grad()
+    problem.backward()
+    spoiled = problem.sides[1][0][0].grad
+    assert spoiled is not None
+    spoiled[3, 2] = torch.nan
+    optimizer.step()
+    for k, (grid, old) in enumerate(zip(problem.grids, before, strict=True)):
+        same = [torch.equal(p, q) for p, q in zip(grid.params(), old, strict=True)]
+        assert all(same) if k == 1 else not any(same)
+        assert all(p.isfinite().all() for p in grid.params())
+    assert optimizer.counts() == {"grid1[0]": {"skipped": 1}}
+
+
+def test_a_model_that_moves_takes_its_state_along() -> None:
+    problem = Problem((1, 1), "cpu", torch.float32)
+    optimizer = optimizer_for(problem, ("fixed-quotient", (1, 1), "additive"))
+    run(problem, optimizer, 2)
+    for left, right in problem.sides:
+        for param in (*left, *right):
+            param.grad = None
+            param.data = param.data.cuda()
+    problem.target = problem.target.cuda()
+    assert run(problem, optimizer, 2).isfinite().all()
+    assert all(s["momentum"].is_cuda for s in optimizer.state.values())
