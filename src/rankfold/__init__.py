@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import diagnostics
 from .adapters import attention_grids
 from .factors import Factor, Grid
 from .optimizer import RiemannianSGD
@@ -9,4 +10,12 @@ from .orthonormal import orthonormalize_
 
 __version__ = "0.1.0"
 
-__all__ = ["Factor", "Grid", "RiemannianSGD", "__version__", "attention_grids", "orthonormalize_"]
+__all__ = [
+    "Factor",
+    "Grid",
+    "RiemannianSGD",
+    "__version__",
+    "attention_grids",
+    "diagnostics",
+    "orthonormalize_",
+]

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import checks
+from .diagnostics import measure
 from .factors import Grid, require_disjoint
-from .geometries import StepOptions, geometry_for, is_isometry
+from .geometries import EVENTS, StepOptions, geometry_for, is_isometry
 from .precision import exact_arithmetic, working_dtype
 from .stacks import Plan, needs_master
 
@@ -93,6 +94,7 @@ class RiemannianSGD(Optimizer):
         if not items:
             raise ValueError("RiemannianSGD got no grids")
         groups = items if isinstance(items[0], dict) else [{"grids": items}]
+        self._recording = False
         self._reset_caches()
         super().__init__(groups, defaults)
 
@@ -100,9 +102,11 @@ class RiemannianSGD(Optimizer):
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._looked_at: set[str] = set()
         self._counted: dict[str, Counter[str]] = {}
+        self._recorded: list[tuple[list[str], dict[str, Tensor]]] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._recording = vars(self).get("_recording", False)  # not there yet in an unpickled one
         self._reset_caches()
 
     def add_param_group(self, param_group: Group) -> None:
@@ -144,6 +148,8 @@ class RiemannianSGD(Optimizer):
             for index, group in enumerate(self.param_groups)
             if (plan := self._plan(index, group)) is not None
         ]
+        if self._recording:
+            self._recorded = []
         with exact_arithmetic(kind for _, plan in ready for kind in plan.device_types):
             for group, plan in ready:
                 if group["on_nonfinite"] == "raise":
@@ -218,12 +224,13 @@ class RiemannianSGD(Optimizer):
                 damping=group["damping"],
                 trust_region=group["trust_region"],
             )
-            outcome = geometry.step(
-                stack.read(weights),
-                stack.read(grads),
-                stack.read(momenta) if momentum > 0 else None,
-                options,
-            )
+            point, grad = stack.read(weights), stack.read(grads)
+            before = stack.read(momenta) if momentum > 0 else None
+            outcome = geometry.step(point, grad, before, options)
+            if self._recorded is not None and self._recording:
+                # Before anything is written: these are views of the buffers.
+                numbers = measure(geometry, point, grad, before, outcome, options)
+                self._recorded.append((stack.members, numbers))
             stack.write(weights, outcome.point)
             if outcome.momentum is not None:
                 stack.write(momenta, outcome.momentum)
@@ -243,6 +250,47 @@ class RiemannianSGD(Optimizer):
         nothing happened are left out. Synchronises with the device.
         """
         return {member: dict(events) for member, events in self._count_all().items()}
+
+    @property
+    def recording_diagnostics(self) -> bool:
+        """Whether steps are being measured for `diagnostics`."""
+        return self._recording
+
+    def record_diagnostics(self, enabled: bool = True) -> None:
+        """Measure each step from here on, or stop doing so.
+
+        While this is off a step does nothing for diagnostics. While it is on a step costs about
+        twice as much, takes eigenvalues of Gram matrices, and ends the same to the last bit. The
+        last step measured stays readable until recording is switched on anew.
+        """
+        if enabled and not self._recording:
+            self._recorded = None
+        self._recording = enabled
+
+    def diagnostics(self) -> dict[str, dict[str, float]]:
+        """The numbers of the last recorded step, by member and name; synchronises.
+
+        Only members that took part in that step are there. The counts of `counts` are among
+        their numbers, as integers, zeros included. `rankfold.diagnostics.explain` says what they
+        mean.
+        """
+        if self._recorded is None:
+            missing = (
+                "no step has been taken since recording was switched on"
+                if self._recording
+                else "recording is off; call optimizer.record_diagnostics() before the steps it "
+                "should cover"
+            )
+            raise RuntimeError(f"there are no diagnostics: {missing}")
+        counted = self._count_all()
+        found: dict[str, dict[str, float]] = {}
+        for members, numbers in self._recorded:
+            columns = {name: values.tolist() for name, values in numbers.items()}
+            for k, member in enumerate(members):
+                events = counted.get(member, Counter())
+                found[member] = {name: column[k] for name, column in columns.items()}
+                found[member].update({event: events[event] for event in EVENTS})
+        return found
 
     def _count_all(self) -> dict[str, Counter[str]]:
         total = {member: Counter(events) for member, events in self._counted.items()}

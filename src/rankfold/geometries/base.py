@@ -52,12 +52,14 @@ EVENTS = ("skipped", "unconverged", "lifted", "clipped")
 class Outcome(NamedTuple):
     """What a step leaves: the new point, the momentum to keep, and what happened to whom.
 
-    ``events`` maps some of `EVENTS` to ``(batch,)`` booleans.
+    ``events`` maps some of `EVENTS` to ``(batch,)`` booleans. ``scale`` (batch,) is what the
+    tangent vector was multiplied by, for skipped members as well.
     """
 
     point: Pair
     momentum: Pair | None
     events: dict[str, Tensor]
+    scale: Tensor
 
 
 class Landing(NamedTuple):
@@ -162,7 +164,7 @@ class Geometry(ABC):
         if momentum is not None:
             kept = self.depart(frame, coords, tangent, landing)
         happened = {name: event for name, event in events.items() if event is not None}
-        return _skip_nonfinite(Outcome(landing.point, kept, happened), point, momentum)
+        return _skip_nonfinite(Outcome(landing.point, kept, happened, scale), point, momentum)
 
 
 def _skip_nonfinite(outcome: Outcome, point: Pair, momentum: Pair | None) -> Outcome:
@@ -179,7 +181,7 @@ def _skip_nonfinite(outcome: Outcome, point: Pair, momentum: Pair | None) -> Out
     kept = None
     if outcome.momentum is not None and momentum is not None:
         kept = _choose(finite, outcome.momentum, momentum)
-    return Outcome(_choose(finite, outcome.point, point), kept, events)
+    return Outcome(_choose(finite, outcome.point, point), kept, events, outcome.scale)
 
 
 def _is_finite(pair: Pair) -> Tensor:

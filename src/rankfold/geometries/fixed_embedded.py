@@ -69,7 +69,7 @@ class FixedEmbedded(EmbeddedGeometry):
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
         left, right = (linalg.triangular_inverse(_block_lower(x)) for x in frame.point)
-        blocks = linalg.norm_bound(right[:, None].mT @ left[:, :, None])
+        blocks = linalg.norm_bound(right[:, None] @ left[:, :, None].mT)
         whole = linalg.norm_bound(frame.right.inverse.mT @ frame.left.inverse)
         return 1 / (blocks.amax((1, 2)) + whole) / self.spectral_norm(frame, coords)
 
