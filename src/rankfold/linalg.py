@@ -19,6 +19,7 @@ _POLISH_STEPS = 8
 _SIGN_STEPS = 14
 # Multiples of r·ε by which the diagonal of a Gram matrix is lifted when it fails to factor.
 _LIFTS = (8.0, 8e3)
+_PIVOT_NOISE = 8
 
 
 def sym(x: Tensor) -> Tensor:
@@ -52,17 +53,23 @@ class Cholesky(NamedTuple):
 def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
     """Cholesky factor of ``gram + damping·I``; members that fail are lifted and tried again.
 
-    A Gram matrix that is singular to working precision gets a growing multiple of its diagonal
-    added. Every member takes part in every try, since asking which ones failed would stop the
-    device, but a member that succeeded keeps its factor untouched.
+    A Gram matrix that is singular to working precision, one that fails to factor or has a pivot
+    that can be rounding alone, gets a growing multiple of its diagonal added. Every member takes
+    part in every try, since asking which ones failed would stop the device, but a member that
+    succeeded keeps its factor untouched.
     """
     if damping:
         gram = gram + damping * identity_like(gram)
     lower, info = torch.linalg.cholesky_ex(gram, check_errors=False)
+    eps, size = torch.finfo(gram.dtype).eps, gram.diagonal(dim1=-2, dim2=-1)
+    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+    rounding = (pivots <= (_PIVOT_NOISE + gram.shape[-1]) * eps * size).any(-1)
+    info = torch.where(rounding, 1, info)
     lifted = info != 0
-    diagonal = torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    # A column of zeros has no size of its own to be lifted by.
+    diagonal = torch.diag_embed(size.clamp_min(eps * size.amax(-1, keepdim=True)))
     for multiple in _LIFTS:
-        lift = multiple * gram.shape[-1] * torch.finfo(gram.dtype).eps
+        lift = multiple * gram.shape[-1] * eps
         again, info_again = torch.linalg.cholesky_ex(gram + lift * diagonal, check_errors=False)
         failed = info != 0
         lower = torch.where(failed[..., None, None], again, lower)

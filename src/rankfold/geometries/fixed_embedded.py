@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import linalg
@@ -81,35 +82,37 @@ class FixedEmbedded(EmbeddedGeometry):
         eye = linalg.identity_like(r_a)
         core = r_a @ r_b.mT + g * coords.k
         unconverged = None
-        # Both retractions are W' = (U P + γX) N⁻¹ (V + γY F)ᵀ. The change of the core, P N⁻¹ − S,
-        # is built from its small terms: as a difference, rounding would swallow a small step.
         if options.retraction == "svd":
-            yy = g * g * coords.yy
-            p, f, unconverged = linalg.best_rank_core(core, g * g * coords.xx, yy)
-            grown = f.mT @ yy @ f
-            n_inverse = linalg.inverse(eye + grown)
-            change = g * coords.k + yy @ f - p @ n_inverse @ grown
+            xx, yy = g * g * coords.xx, g * g * coords.yy
+            p, f, unconverged = linalg.best_rank_core(core, xx, yy)
+            moved, q = g * coords.k + yy @ f, linalg.inverse(p)
         else:
-            f = linalg.inverse(core).mT
-            n_inverse = eye
-            change = g * coords.k
+            p, moved, q = core, g * coords.k, linalg.inverse(core)
+            f = q.mT
+        # The new column spaces are those of U + γX Q and V + γY F, orthonormal after Z_A and Z_B.
+        # Between them stands the new core: P Z_B for the best approximation, P Z_B⁻ᵀ for the
+        # orthographic one, each with Z_A⁻¹ in front. Its change is built from small terms: as a
+        # difference, rounding would swallow a small step.
+        z_a, grow_a = _orthonormalizer(g * q, coords.xx)
+        z_b, grow_b = _orthonormalizer(g * f, coords.yy)
+        inner = z_b - eye if options.retraction == "svd" else grow_b.mT
+        change = moved + grow_a @ p + (p + grow_a @ p) @ inner
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
-        # Gauge: half of the core's relative change Δ goes to each factor, less where Δ is large,
-        # so that I + τΔ is always well conditioned. The product does not depend on τ.
-        size = linalg.squared_norm(delta, 2).sqrt()
-        tau = per_member(0.25 / size.clamp_min(0.5), delta)
-        split = linalg.inverse(eye + tau * delta)
-        left_change, right_change = (1 - tau) * (delta @ split), tau * delta.mT
-        v_new = r_b + r_b @ right_change
+        share, long = _half_share(delta)
+        rest = (delta - share) @ linalg.inverse(eye + share)
+        # After a long step, bring the ratio of the factors' sizes back to what it was.
+        grown_a, grown_b = _stretch(r_a, r_a + r_a @ rest), _stretch(r_b, r_b + r_b @ share.mT)
+        ratio = per_member(torch.where(long, (grown_b / grown_a).sqrt(), 1), delta)
+        rest, share = rest + (ratio - 1) * (eye + rest), share + (1 / ratio - 1) * (eye + share)
+        wide_a, wide_b = r_a + r_a @ rest, r_b + r_b @ share.mT
         new = NewCoefficients(
-            u=r_a + r_a @ left_change,
-            v=v_new,
-            x=g * (n_inverse @ frame.right.inverse.mT @ split),
-            y=g * (f @ v_new),
+            u=z_a @ wide_a, v=z_b @ wide_b, x=g * (q @ z_a @ wide_a), y=g * (f @ z_b @ wide_b)
         )
+        left_change = r_a @ rest + (z_a - eye) @ wide_a
+        right_change = r_b @ share.mT + (z_b - eye) @ wide_b
         a, b = flatten_blocks(frame.point.left), flatten_blocks(frame.point.right)
-        left = a + (a @ left_change + coords.x @ new.x)
-        right = b + (b @ right_change + coords.y @ new.y)
+        left = a + (frame.left.basis @ left_change + coords.x @ new.x)
+        right = b + (frame.right.basis @ right_change + coords.y @ new.y)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
         return Landing(point, new, unconverged)
 
@@ -117,6 +120,34 @@ class FixedEmbedded(EmbeddedGeometry):
         bases = Bases(frame.left.basis, frame.right.basis)
         kept = self.carry(bases, coords, landing.record, deskew=False)
         return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))
+
+
+def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
+    """The right factor's part H of the core's relative change Δ: (I + H)² ≈ I + Δ, (batch, r, r).
+
+    And which members (batch,) make a long step, for which H is zero.
+
+    The left factor takes the rest, (I + Δ)(I + H)⁻¹. A square root shared evenly keeps a run that
+    goes back and forth from driving the factors apart; two Newton steps are accurate to Δ⁴. A
+    change of the order of the core itself is left to the left factor alone. The product does not
+    depend on any of this.
+    """
+    eye = linalg.identity_like(delta)
+    root = (delta + delta @ linalg.inverse(eye + delta / 2)) / 4
+    long = ~(linalg.squared_norm(delta, 2) <= 0.25)
+    return torch.where(per_member(long, delta), 0, root), long
+
+
+def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Z that makes U + X coefficient orthonormal, gram = XᵀX, and Z⁻¹ − I; all (batch, r, r)."""
+    eye = linalg.identity_like(gram)
+    lower = linalg.cholesky(eye + coefficient.mT @ gram @ coefficient).lower
+    return linalg.triangular_inverse(lower).mT, lower.mT - eye
+
+
+def _stretch(old: Tensor, new: Tensor) -> Tensor:
+    """‖new‖ / ‖old‖ of (batch, r, r)."""
+    return (linalg.squared_norm(new, 2) / linalg.squared_norm(old, 2)).sqrt()
 
 
 def _block_lower(blocks: Tensor) -> Tensor:

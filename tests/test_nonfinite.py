@@ -1,0 +1,105 @@
+"""Gradients with a NaN or an infinity in them: one member waits, the others never notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rankfold import RiemannianSGD
+
+from .heads import Heads, states
+from .reference import GEOMETRIES
+from .toys import Toy, clones, same_bits, unchanged
+
+every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@every_geometry
+def test_a_gradient_that_is_not_finite_stops_its_own_member_alone(
+    geometry: str, bad: float, side: str, dtype: torch.dtype
+) -> None:
+    for lefts, normalize in ((1, "metric"), (2, "spectral"), (1, None)):
+        clean, spoilt = (Heads(dtype, lefts=lefts) for _ in range(2))
+        runs = [
+            RiemannianSGD([m.grid()], 0.1, geometry=geometry, momentum=0.9, normalize=normalize)
+            for m in (clean, spoilt)
+        ]
+        for step in range(4):
+            for model, optimizer in zip((clean, spoilt), runs, strict=True):
+                before = [x.clone() for x in states(optimizer, model)] if step else []
+                model.backward()
+                if model is spoilt and step == 2:
+                    gradient = getattr(spoilt, side).grad
+                    gradient[lefts if side == "a" else 1, 2, 1] = bad
+                optimizer.step()
+                if model is spoilt and step == 2:
+                    after = states(optimizer, model)
+                    assert len(after) == (4 if dtype == torch.float32 else 6)
+                    members = [[x.reshape(4, -1)[1] for x in xs] for xs in (before, after)]
+                    assert same_bits(*members)
+        others = [0, 2, 3]
+        pairs = zip(states(runs[0], clean), states(runs[1], spoilt), strict=True)
+        for one, other in pairs:
+            assert same_bits([one.reshape(4, -1)[others]], [other.reshape(4, -1)[others]])
+            assert not torch.equal(one.reshape(4, -1)[1], other.reshape(4, -1)[1])
+        counted = runs[1].counts()
+        assert counted["w[1]"]["skipped"] == 1
+        assert all("skipped" not in counted.get(f"w[{k}]", {}) for k in others)
+        assert all("skipped" not in c for c in runs[0].counts().values())
+
+
+@every_geometry
+def test_nothing_ever_puts_a_nan_in_the_momentum(geometry: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, 1e25, -1e20, 1e-38, 0.0, 1.0])
+    for normalize in ("metric", "spectral", None):
+        model = Heads()
+        optimizer = RiemannianSGD(
+            [model.grid()], 0.05, geometry=geometry, momentum=0.9, normalize=normalize
+        )
+        model.run(optimizer, 1)
+        for step in range(40):
+            model.backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                where = torch.rand(p.shape, generator=generator) < 0.03
+                drawn = torch.randint(len(values), p.shape, generator=generator)
+                p.grad = torch.where(where, values[drawn], p.grad)
+                if step % 4 == 0:  # finite, but not once it is squared or multiplied
+                    p.grad = p.grad.nan_to_num(0, 0, 0).sign() * 3e38
+            optimizer.step()
+            assert all(x.isfinite().all() for x in states(optimizer, model))
+        assert model.survives(geometry)
+        assert sum(c["skipped"] for c in optimizer.counts().values()) > 20
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@every_geometry
+def test_raising_names_the_member_and_changes_nothing(geometry: str, steps: int) -> None:
+    model, heads = Toy(), Heads(torch.bfloat16)
+    groups = [{"grids": model.grids()}, {"grids": [heads.grid()]}]
+    optimizer = RiemannianSGD(groups, 0.1, geometry=geometry, momentum=0.9, on_nonfinite="raise")
+    params = [*model.parameters(), *heads.parameters()]
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        (model.loss(step) + heads.losses().sum()).backward()
+
+    for step in range(steps):
+        backward(step)
+        optimizer.step()
+    backward(steps)
+    assert heads.b.grad is not None
+    held = heads.b.grad[2, 0, 0].item()
+    heads.b.grad[2, 0, 0] = torch.nan
+    words = r"gradients of w\[2\] are not finite"
+    with unchanged(params, optimizer), pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+    assert optimizer.counts() == {}
+    before = clones(model)
+    heads.b.grad[2, 0, 0] = held
+    optimizer.step()
+    assert not same_bits(before, clones(model))
