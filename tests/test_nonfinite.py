@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from rankfold import RiemannianSGD
+import rankfold
+from rankfold import RiemannianSGD, linalg
+from rankfold.checks import orthonormality_defect
 
 from .heads import Heads, states
 from .reference import GEOMETRIES
@@ -103,3 +106,48 @@ def test_raising_names_the_member_and_changes_nothing(geometry: str, steps: int)
     heads.b.grad[2, 0, 0] = held
     optimizer.step()
     assert not same_bits(before, clones(model))
+
+
+def test_a_step_that_float16_cannot_store_is_skipped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        nn.Parameter(torch.randn(4, 2, generator=generator).to(torch.float16)) for _ in range(2)
+    )
+    optimizer = rankfold.RiemannianSGD(rankfold.Grid(a, b), 1e6, geometry="fixed-quotient")
+    (a @ b.mT)[0, 0].backward()
+    before = [p.detach().clone() for p in (a, b)]
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip((a, b), before, strict=True))
+    assert optimizer.counts() == {"grid0[0]": {"skipped": 1}}
+
+
+@pytest.mark.parametrize("normalize", ["metric", "spectral"])
+@pytest.mark.parametrize(
+    "geometry", ["isometry-embedded", "isometry-quotient", "isometry-canonical"]
+)
+def test_gradients_that_are_all_but_normal_leave_isometries_isometries(
+    geometry: str, normalize: str
+) -> None:
+    """Weight decay of an isometry has no tangent part: what is normalized is rounding."""
+    members = 40
+    generator = torch.Generator().manual_seed(0)
+    a, b = (
+        nn.Parameter(torch.linalg.qr(torch.randn(members, 4, 2, generator=generator)).Q)
+        for _ in range(2)
+    )
+    grid = rankfold.Grid(a, b, groups=members)
+    for lr in (0.125, 0.65):
+        optimizer = rankfold.RiemannianSGD(grid, lr, geometry=geometry, normalize=normalize)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (1e6 * (a @ b.mT).square().sum()).backward()
+            optimizer.step()
+            assert max(orthonormality_defect(p).max() for p in (a, b)) < 2e-6
+
+
+def test_a_polar_factor_out_of_reach_is_not_made_up() -> None:
+    x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0))
+    x[1] *= torch.tensor([1.0, 1.0, 1e8])
+    found, _ = linalg.polar(x, None)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()

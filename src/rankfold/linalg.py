@@ -177,7 +177,11 @@ def polar(x: Tensor, spread: float | None) -> tuple[Tensor, Tensor]:
     scaling = _scaled_inverse_sqrt(gram, _BLIND_STEPS)
     rough = x @ scaling
     polish = _scaled_inverse_sqrt(rough.mT @ rough, _POLISH_STEPS)
-    return rough @ polish, scaling @ polish
+    result = rough @ polish
+    # Past the condition number the steps serve there is no polar factor to be had: NaN, no guess.
+    defect = (result.mT @ result - identity_like(gram)).abs().amax((-2, -1), keepdim=True)
+    done = defect < torch.finfo(x.dtype).eps ** 0.5
+    return torch.where(done, result, torch.nan), scaling @ polish
 
 
 def positive_qr(x: Tensor, spread: float | None) -> Tensor:

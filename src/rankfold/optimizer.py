@@ -223,6 +223,7 @@ class RiemannianSGD(Optimizer):
                 gradient_repair=group["gradient_repair"],
                 damping=group["damping"],
                 trust_region=group["trust_region"],
+                largest=stack.largest,
             )
             point, grad = stack.read(weights), stack.read(grads)
             before = stack.read(momenta) if momentum > 0 else None

@@ -93,6 +93,7 @@ class Stack:
     right_height: int
     dtype: torch.dtype
     rounded: bool  # whether any parameter is stored in less than working precision
+    largest: float  # what all of its parameters can store
     members: list[str]
     events: dict[str, Tensor] = field(default_factory=dict)  # (batch,) counts by event
 
@@ -169,6 +170,9 @@ class Plan:
             right_height=max(f.height for f in first.right),
             dtype=_grid_dtype(first),
             rounded=any(needs_master(p) for alike in sources for p in alike[0][1].params()),
+            largest=min(
+                torch.finfo(p.dtype).max for alike in sources for p in alike[0][1].params()
+            ),
             members=[f"{n}[{g}]" for alike in sources for n, x in alike for g in range(x.groups)],
         )
 

@@ -8,6 +8,7 @@ notices because rows only ever meet inside Gram matrices.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ class StepOptions:
     gradient_repair: str = "average"
     damping: float = 0.0
     trust_region: float | None = None
+    largest: float = math.inf  # what the parameters can store
 
     @property
     def reach(self) -> float | None:
@@ -164,16 +166,19 @@ class Geometry(ABC):
         if momentum is not None:
             kept = self.depart(frame, coords, tangent, landing)
         happened = {name: event for name, event in events.items() if event is not None}
-        return _skip_nonfinite(Outcome(landing.point, kept, happened, scale), point, momentum)
+        outcome = Outcome(landing.point, kept, happened, scale)
+        return _skip_nonfinite(outcome, point, momentum, options.largest)
 
 
-def _skip_nonfinite(outcome: Outcome, point: Pair, momentum: Pair | None) -> Outcome:
-    """Leave members whose step is not finite where they were, point and momentum alike.
+def _skip_nonfinite(
+    outcome: Outcome, point: Pair, momentum: Pair | None, largest: float
+) -> Outcome:
+    """Leave members whose step is not finite, as stored, where they were: point and momentum alike.
 
     A NaN or infinity in a gradient reaches all of its own member through the norm or the products,
     and no other, so looking at what comes out covers what went in.
     """
-    finite = _is_finite(outcome.point)
+    finite = _is_finite(outcome.point, largest)
     if outcome.momentum is not None:
         finite = finite & _is_finite(outcome.momentum)
     events = {name: event & finite for name, event in outcome.events.items()}
@@ -184,8 +189,9 @@ def _skip_nonfinite(outcome: Outcome, point: Pair, momentum: Pair | None) -> Out
     return Outcome(_choose(finite, outcome.point, point), kept, events, outcome.scale)
 
 
-def _is_finite(pair: Pair) -> Tensor:
-    left, right = (x.isfinite().flatten(1).all(1) for x in pair)
+def _is_finite(pair: Pair, largest: float = math.inf) -> Tensor:
+    limit = min(largest, torch.finfo(pair.left.dtype).max)
+    left, right = ((x.abs() <= limit).flatten(1).all(1) for x in pair)  # NaN compares false
     return left & right
 
 

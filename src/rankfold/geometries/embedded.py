@@ -79,4 +79,6 @@ def split_tangent(u: Tensor, v: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, T
     transposes of each other for a loss of the product, differ.
     """
     overlap = Pair(u.mT @ c, v.mT @ d)
-    return c - u @ overlap.left, d - v @ overlap.right, overlap
+    x, y = c - u @ overlap.left, d - v @ overlap.right
+    # Twice: where the vector lies in the span all but for rounding, the first pass leaves rounding.
+    return x - u @ (u.mT @ x), y - v @ (v.mT @ y), overlap

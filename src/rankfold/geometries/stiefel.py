@@ -86,9 +86,13 @@ class StiefelGeometry(Geometry):
         self, frame: StiefelFrame, coords: StiefelTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
         g = per_member(scale, coords.vector.left)
+        # What is left of a gradient that is all but normal is rounding, and not tangent; scaled to
+        # a full step it would break the bound on the Gram matrix below.
         moved = Pair(
-            frame.point.left + g * coords.vector.left,
-            frame.point.right + g * coords.vector.right,
+            *(
+                u + g * (xi - u @ sym(overlap))
+                for u, xi, overlap in zip(frame.point, coords.vector, coords.overlap, strict=True)
+            )
         )
         spread = gram_spread(options.reach)
         if options.retraction == "qr":
