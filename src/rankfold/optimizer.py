@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from . import checks
 from .diagnostics import measure
 from .factors import Grid, require_disjoint
 from .geometries import EVENTS, StepOptions, geometry_for, is_isometry
+from .groups import as_grid_list, name_grids
 from .precision import exact_arithmetic, working_dtype
 from .stacks import Plan, needs_master
 
@@ -111,10 +111,10 @@ class RiemannianSGD(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group ``{"grids": [...], **options}``; options left out take the defaults."""
-        grids = _as_grid_list(param_group)
+        grids = as_grid_list(param_group)
         options = {**self.defaults, **param_group}
         checks.check_options(options)
-        names = _name_grids(grids, [n for g in self.param_groups for n in g["grid_names"]])
+        names = name_grids(grids, [n for g in self.param_groups for n in g["grid_names"]])
         labelled = list(zip(names, grids, strict=True))
         taken = {id(p) for other in self.param_groups for p in other["params"]}
         for name, grid in labelled:
@@ -380,36 +380,3 @@ def _itself(param: Tensor) -> Tensor:
 def _grad_of(param: Tensor) -> Tensor:
     assert param.grad is not None  # checks.has_gradients
     return param.grad
-
-
-def _as_grid_list(group: Group) -> list[Grid]:
-    if not isinstance(group, dict):
-        raise TypeError(f"expected a dict with the key 'grids', got {type(group).__name__}")
-    if "grids" not in group:
-        raise ValueError("a parameter group is a dict with the key 'grids', a list of Grid")
-    grids = [group["grids"]] if isinstance(group["grids"], Grid) else list(group["grids"])
-    if not grids:
-        raise ValueError("a parameter group has no grids")
-    for grid in grids:
-        if not isinstance(grid, Grid):
-            raise TypeError(
-                f"expected a rankfold.Grid, got {type(grid).__name__}; a product of two parameters "
-                "is rankfold.Grid(left, right)"
-            )
-    return grids
-
-
-def _name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
-    """Names as given, or the next free ``grid<k>``; no name twice."""
-    used = set(taken)
-    given = {grid.name for grid in grids}
-    names: list[str] = []
-    for grid in grids:
-        name = grid.name
-        if name is None:
-            name = next(free for k in count() if (free := f"grid{k}") not in used | given)
-        elif name in used:
-            raise ValueError(f"two grids are named {name!r}; names tell members apart in messages")
-        used.add(name)
-        names.append(name)
-    return names
