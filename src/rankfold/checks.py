@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .factors import Grid, describe
 from .geometries import GEOMETRIES, Pair, geometry_for
-from .linalg import skew, squared_norm
+from .linalg import frobenius, skew
 
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
@@ -92,15 +92,16 @@ def has_gradients(name: str, grid: Grid) -> bool:
         return False
     for side, k, factor in grid.factors():
         for param in factor.params:
+            if param.grad is not None and param.grad.layout == torch.strided:
+                continue
             what = "bias of " if param is factor.bias else ""
             where = f"{what}{side}[{k}], {describe(param)}"
-            if param.grad is None:
-                raise RuntimeError(
-                    f"grid {name!r} has some of its gradients but none for {where}: did every "
-                    "factor take part in the loss?"
-                )
-            if param.grad.layout != torch.strided:
+            if param.grad is not None:
                 raise RuntimeError(f"grid {name!r}: sparse gradient of {where} is not supported")
+            raise RuntimeError(
+                f"grid {name!r} has some of its gradients but none for {where}: did every "
+                "factor take part in the loss?"
+            )
     return True
 
 
@@ -169,12 +170,12 @@ def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isomet
     right = (point.right.mT @ grad.right).sum(1).mT
     if isometry:
         left, right = skew(left), skew(right)
-    size = _norm(left) + _norm(right)
+    size = frobenius(left) + frobenius(right)
     rounding = sum(
-        _norm(p.flatten(1, 2)) * _norm(g.flatten(1, 2)) / math.sqrt(p.shape[1] * p.shape[2])
+        frobenius(p.flatten(1, 2)) * frobenius(g.flatten(1, 2)) / math.sqrt(p.shape[1] * p.shape[2])
         for p, g in zip(point, grad, strict=True)
     )
-    difference = _norm(left - right)
+    difference = frobenius(left - right)
     far_off = (difference > _INCONSISTENT * size) & (difference > _ROUNDING * rounding)
     found = [m for m, flag in zip(members, far_off.tolist(), strict=True) if flag]
     if found:
@@ -188,7 +189,3 @@ def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isomet
             # Past this function, the look, step, and torch's two wrappers of step.
             stacklevel=6,
         )
-
-
-def _norm(x: Tensor) -> Tensor:
-    return squared_norm(x, 2).sqrt()

@@ -19,7 +19,7 @@ from .geometries import EVENTS, Geometry, Outcome, Pair, StepOptions
 from .geometries.embedded import EmbeddedGeometry
 from .geometries.stiefel import StiefelGeometry
 from .geometry_check import GeometryReport, check_geometry
-from .linalg import skew, squared_norm, sym
+from .linalg import frobenius, skew, squared_norm, sym
 
 if TYPE_CHECKING:
     from .optimizer import RiemannianSGD
@@ -113,8 +113,8 @@ def _disagreement(point: Pair, vector: Pair, isometry: bool) -> Tensor:
         for p, x in zip(point, vector, strict=True)
     ]
     floor = _OVERLAP_FLOOR * (unrelated[0] + unrelated[1])
-    size = torch.maximum(_norm(left) + _norm(right), floor)
-    return _share(_norm(left - right), size)
+    size = torch.maximum(frobenius(left) + frobenius(right), floor)
+    return _share(frobenius(left - right), size)
 
 
 def _momentum_numbers(
@@ -153,10 +153,6 @@ def _momentum_numbers(
         )
         found["momentum_horizontality"] = _share(*norms)
     return found
-
-
-def _norm(x: Tensor) -> Tensor:
-    return squared_norm(x, 2).sqrt()
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

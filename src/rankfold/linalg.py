@@ -77,6 +77,12 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
     return Cholesky(lower, lifted)
 
 
+def cholesky_above_identity(gram: Tensor) -> Tensor:
+    """Lower Cholesky factor of ``I`` plus something positive ``(..., r, r)``: one plain try."""
+    lower: Tensor = torch.linalg.cholesky_ex(gram, check_errors=False).L
+    return lower
+
+
 def triangular_inverse(lower: Tensor) -> Tensor:
     """Inverse of lower triangular ``(..., r, r)``.
 
@@ -91,6 +97,16 @@ def triangular_inverse(lower: Tensor) -> Tensor:
 def squared_norm(x: Tensor, dims: int) -> Tensor:
     """Sum of squares over the last ``dims`` dimensions."""
     return x.square().flatten(-dims).sum(-1)
+
+
+def frobenius(x: Tensor) -> Tensor:
+    """Frobenius norm of each ``(..., rows, columns)``."""
+    return squared_norm(x, 2).sqrt()
+
+
+def inverse_gram_factor(factor: Tensor) -> Tensor:
+    """``L⁻¹`` of ``factorᵀ factor = L Lᵀ``, for factors ``(..., m, r)``."""
+    return triangular_inverse(cholesky(factor.mT @ factor).lower)
 
 
 class Frame(NamedTuple):
@@ -271,17 +287,13 @@ def sylvester(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     for _ in range(_SIGN_STEPS):
         a_inverse, b_inverse = inverse(a), inverse(b)
         # One factor for both keeps the block matrix's own scaling.
-        small = (_frobenius(a_inverse).square() + _frobenius(b_inverse).square()).sqrt()
-        large = (_frobenius(a).square() + _frobenius(b).square()).sqrt()
+        small = (frobenius(a_inverse).square() + frobenius(b_inverse).square()).sqrt()
+        large = (frobenius(a).square() + frobenius(b).square()).sqrt()
         scale = (small / large).sqrt()[..., None, None]
         c = (scale * c + a_inverse @ c @ b_inverse / scale) / 2
         a = (scale * a + a_inverse / scale) / 2
         b = (scale * b + b_inverse / scale) / 2
     return c / 2
-
-
-def _frobenius(x: Tensor) -> Tensor:
-    return squared_norm(x, 2).sqrt()
 
 
 def norm_bound(x: Tensor) -> Tensor:

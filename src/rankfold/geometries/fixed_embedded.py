@@ -69,7 +69,7 @@ class FixedEmbedded(EmbeddedGeometry):
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
-        left, right = (linalg.triangular_inverse(_block_lower(x)) for x in frame.point)
+        left, right = (linalg.inverse_gram_factor(x) for x in frame.point)
         blocks = linalg.norm_bound(right[:, None] @ left[:, :, None].mT)
         whole = linalg.norm_bound(frame.right.inverse.mT @ frame.left.inverse)
         return 1 / (blocks.amax((1, 2)) + whole) / self.spectral_norm(frame, coords)
@@ -141,15 +141,10 @@ def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Z that makes U + X coefficient orthonormal, gram = XᵀX, and Z⁻¹ − I; all (batch, r, r)."""
     eye = linalg.identity_like(gram)
-    lower = linalg.cholesky(eye + coefficient.mT @ gram @ coefficient).lower
+    lower = linalg.cholesky_above_identity(eye + coefficient.mT @ gram @ coefficient)
     return linalg.triangular_inverse(lower).mT, lower.mT - eye
 
 
 def _stretch(old: Tensor, new: Tensor) -> Tensor:
     """‖new‖ / ‖old‖ of (batch, r, r)."""
-    return (linalg.squared_norm(new, 2) / linalg.squared_norm(old, 2)).sqrt()
-
-
-def _block_lower(blocks: Tensor) -> Tensor:
-    """Cholesky factor of each block's Gram matrix, (batch, blocks, r, r)."""
-    return linalg.cholesky(blocks.mT @ blocks).lower
+    return linalg.frobenius(new) / linalg.frobenius(old)

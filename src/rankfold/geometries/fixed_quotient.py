@@ -91,7 +91,7 @@ class FixedQuotient(Geometry):
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
         sizes = []
         for blocks, xi in zip(frame.point, coords, strict=True):
-            lower = linalg.triangular_inverse(linalg.cholesky(blocks.mT @ blocks).lower)
+            lower = linalg.inverse_gram_factor(blocks)
             sizes.append(linalg.norm_bound(lower.mT @ (lower @ (blocks.mT @ xi))).amax(1))
         return 1 / torch.maximum(*sizes)
 
