@@ -151,3 +151,19 @@ def test_a_polar_factor_out_of_reach_is_not_made_up() -> None:
     found, _ = linalg.polar(x, None)
     assert found[0].isfinite().all()
     assert found[1].isnan().all()
+
+
+@every_geometry
+def test_a_gradient_too_large_for_its_norm_is_counted(geometry: str) -> None:
+    """Finite, yet its square overflows: without a count, a step of length zero."""
+    model = Heads()
+    optimizer = RiemannianSGD([model.grid()], 0.1, geometry=geometry)
+    model.backward()
+    assert model.a.grad is not None
+    model.a.grad[1] = 1e25
+    before = clones(model)
+    optimizer.step()
+    assert optimizer.counts()["w[1]"]["skipped"] == 1
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old[1], new[1])
+        assert not torch.equal(old[0], new[0])

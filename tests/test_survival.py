@@ -78,6 +78,55 @@ def test_a_column_of_zeros_does_not_stop_a_member_for_good(geometry: str) -> Non
     assert model.losses()[1] < 0.9 * before
 
 
+@pytest.mark.parametrize("retraction", ["svd", "orthographic"])
+def test_values_that_vanish_saturate_at_the_floor(retraction: str) -> None:
+    """A target of rank 2 fitted with rank 4: two singular values have nothing to live on."""
+    torch.manual_seed(0)
+    whole = torch.randn(24, 4) @ torch.randn(4, 20)
+    u, values, vt = torch.linalg.svd(whole)
+    low = u[:, :2] * values[:2] @ vt[:2]
+    smallest, floor = {}, 0.02
+    for rank_floor in (0.0, floor):
+        torch.manual_seed(1)
+        a, b = (nn.Parameter(torch.randn(n, 4) / 2) for n in (24, 20))
+        optimizer = RiemannianSGD(
+            [Grid(a, b, name="w")],
+            0.2,
+            geometry="fixed-embedded",
+            normalize=None,
+            momentum=0.5,
+            retraction=retraction,
+            rank_floor=rank_floor,
+        )
+
+        def steps(count: int, wanted: Tensor) -> Tensor:
+            for _ in range(count):
+                optimizer.zero_grad()
+                (0.5 * (a @ b.mT - wanted).square().sum()).backward()  # noqa: B023
+                optimizer.step()
+            return torch.linalg.svdvals((a @ b.mT).detach().double())[:4]
+
+        found = steps(300, low)
+        smallest[rank_floor] = (found[-1] / found.square().mean().sqrt()).item()
+        if rank_floor:
+            torch.testing.assert_close(found[:2], values[:2].double(), rtol=2e-3, atol=0)
+            assert optimizer.counts() == {}  # nothing was singular
+            # What was kept alive takes up what a new target asks for.
+            torch.testing.assert_close(steps(300, whole), values[:4].double(), rtol=2e-3, atol=0)
+    assert smallest[0.0] < 1e-5
+    assert floor < smallest[floor] < 1.5 * floor
+
+
+def test_the_floor_leaves_large_values_alone() -> None:
+    plain, floored = Heads(seed=3), Heads(seed=3)
+    for model, floor in ((plain, 0.0), (floored, 1e-3)):
+        model.run(
+            RiemannianSGD([model.grid()], 0.05, geometry="fixed-embedded", rank_floor=floor), 5
+        )
+    moved = (plain.a - Heads(seed=3).a).norm()
+    assert (floored.a - plain.a).norm() < 1e-5 * moved
+
+
 @every_fixed
 def test_zeros_leave_the_other_members_to_train(geometry: str) -> None:
     """Without damping there is no step from zero: that member is skipped, and counted."""
@@ -293,6 +342,8 @@ OPTIONS = [
     ({"trust_region": 0}, r"trust_region must be None or in \(0, 1\], got 0"),
     ({"trust_region": 2}, "trust_region must be None or in"),
     ({"trust_region": float("nan")}, "trust_region must be None or in"),
+    ({"rank_floor": 1.0}, r"rank_floor must be in \[0, 1\), got 1.0"),
+    ({"rank_floor": 0.1}, "rank_floor is an option of fixed-embedded alone"),
     ({"gradient_repair": "best"}, "gradient_repair must be one of .* got 'best'"),
     ({"gradient_repair": None}, "gradient_repair must be one of .* got None"),
     ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of .* got 'ignore'"),

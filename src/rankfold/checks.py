@@ -42,6 +42,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"damping must be finite and not negative, got {damping}")
     if trust is not None and not 0 < trust <= 1:
         raise ValueError(f"trust_region must be None or in (0, 1], got {trust}")
+    rank_floor = options["rank_floor"]
+    if not 0 <= rank_floor < 1:
+        raise ValueError(f"rank_floor must be in [0, 1), got {rank_floor}")
+    if rank_floor and options["geometry"] != "fixed-embedded":
+        raise ValueError("rank_floor is an option of fixed-embedded alone; see damping for others")
     for option, known in (("gradient_repair", REPAIRS), ("on_nonfinite", ON_NONFINITE)):
         if options[option] not in known:
             raise ValueError(f"{option} must be one of {known}, got {options[option]!r}")

@@ -17,6 +17,7 @@ from torch import Tensor
 _BLIND_STEPS = 20
 _POLISH_STEPS = 8
 _SIGN_STEPS = 14
+_FLOOR_STEPS = 18
 # Multiples of r·ε by which the diagonal of a Gram matrix is lifted when it fails to factor.
 _LIFTS = (8.0, 8e3)
 _PIVOT_NOISE = 8
@@ -294,6 +295,21 @@ def sylvester(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         a = (scale * a + a_inverse / scale) / 2
         b = (scale * b + b_inverse / scale) / 2
     return c / 2
+
+
+def raise_small_values(x: Tensor, floor: Tensor) -> Tensor:
+    """E such that ``x (I + E)`` has the singular values (σ⁴ + floor⁴)^½ / σ, (..., r, r).
+
+    ``floor`` is (...,). Values far above it stay: they change by (floor/σ)⁴. Values below a tenth
+    of it grow a hundredfold, no more, since the smallest cannot be told from rounding; that keeps
+    the condition of the root below at 1e4, which `_FLOOR_STEPS` serve.
+    """
+    eye = identity_like(x)
+    square = floor.square()[..., None, None]
+    share = square * inverse(x.mT @ x + 1e-2 * square * eye)
+    lift = sym(share @ share)
+    root = (eye + lift) @ _scaled_inverse_sqrt(eye + lift, _FLOOR_STEPS)
+    return lift @ inverse(eye + root)  # √(1 + d) − 1 without cancellation
 
 
 def norm_bound(x: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ class RiemannianSGD(Optimizer):
             gauge invariance: it compares a factor's size with a fixed number.
         trust_region: clip each step to this share, in (0, 1], of the largest one for which the
             retraction is certain to be well defined. None leaves steps alone.
+        rank_floor: ``fixed-embedded`` only: keep the singular values of each product above this
+            share, in [0, 1), of their root mean square. 0 lets them vanish.
         on_nonfinite: ``"skip"`` leaves members with a NaN or infinite step as they are and counts
             them; ``"raise"`` looks at the gradients first, which stops the device, and names them.
 
@@ -75,6 +77,7 @@ class RiemannianSGD(Optimizer):
         gradient_repair: str = "average",
         damping: float = 0.0,
         trust_region: float | None = None,
+        rank_floor: float = 0.0,
         on_nonfinite: str = "skip",
     ) -> None:
         defaults: Group = {
@@ -88,6 +91,7 @@ class RiemannianSGD(Optimizer):
             "gradient_repair": gradient_repair,
             "damping": damping,
             "trust_region": trust_region,
+            "rank_floor": rank_floor,
             "on_nonfinite": on_nonfinite,
         }
         items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
@@ -223,6 +227,7 @@ class RiemannianSGD(Optimizer):
                 gradient_repair=group["gradient_repair"],
                 damping=group["damping"],
                 trust_region=group["trust_region"],
+                rank_floor=group["rank_floor"],
                 largest=stack.largest,
             )
             point, grad = stack.read(weights), stack.read(grads)

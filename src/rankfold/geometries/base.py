@@ -37,6 +37,7 @@ class StepOptions:
     gradient_repair: str = "average"
     damping: float = 0.0
     trust_region: float | None = None
+    rank_floor: float = 0.0
     largest: float = math.inf  # what the parameters can store
 
     @property
@@ -152,6 +153,8 @@ class Geometry(ABC):
         scale = scale * options.lr
         if options.normalize is not None:
             norm = self.norm(frame, coords, options.normalize)
+            # A finite gradient whose norm overflows would pass as a step of length zero.
+            norm = torch.where(norm.isinf(), torch.nan, norm)
             scale = scale / norm.clamp_min(options.norm_floor)
         events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}
         if options.trust_region is not None:

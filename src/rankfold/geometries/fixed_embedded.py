@@ -97,6 +97,8 @@ class FixedEmbedded(EmbeddedGeometry):
         z_b, grow_b = _orthonormalizer(g * f, coords.yy)
         inner = z_b - eye if options.retraction == "svd" else grow_b.mT
         change = moved + grow_a @ p + (p + grow_a @ p) @ inner
+        if options.rank_floor:
+            change = change + _raise(r_a @ r_b.mT + change, options.rank_floor)
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
         share, long = _half_share(delta)
         rest = (delta - share) @ linalg.inverse(eye + share)
@@ -120,6 +122,12 @@ class FixedEmbedded(EmbeddedGeometry):
         bases = Bases(frame.left.basis, frame.right.basis)
         kept = self.carry(bases, coords, landing.record, deskew=False)
         return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))
+
+
+def _raise(core: Tensor, floor: float) -> Tensor:
+    """What lifts the singular values of ``core`` (batch, r, r) above a share of their RMS."""
+    typical = linalg.frobenius(core) / core.shape[-1] ** 0.5
+    return core @ linalg.raise_small_values(core, floor * typical)
 
 
 def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
