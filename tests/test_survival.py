@@ -78,6 +78,15 @@ def test_a_column_of_zeros_does_not_stop_a_member_for_good(geometry: str) -> Non
     assert model.losses()[1] < 0.9 * before
 
 
+def fitted_values(optimizer: RiemannianSGD, a: Tensor, b: Tensor, target: Tensor) -> Tensor:
+    """The singular values of ``a bᵀ`` after 300 steps of least squares to ``target``."""
+    for _ in range(300):
+        optimizer.zero_grad()
+        (0.5 * (a @ b.mT - target).square().sum()).backward()
+        optimizer.step()
+    return torch.linalg.svdvals((a @ b.mT).detach().double())[: a.shape[1]]
+
+
 @pytest.mark.parametrize("retraction", ["svd", "orthographic"])
 def test_values_that_vanish_saturate_at_the_floor(retraction: str) -> None:
     """A target of rank 2 fitted with rank 4: two singular values have nothing to live on."""
@@ -98,21 +107,14 @@ def test_values_that_vanish_saturate_at_the_floor(retraction: str) -> None:
             retraction=retraction,
             rank_floor=rank_floor,
         )
-
-        def steps(count: int, wanted: Tensor) -> Tensor:
-            for _ in range(count):
-                optimizer.zero_grad()
-                (0.5 * (a @ b.mT - wanted).square().sum()).backward()  # noqa: B023
-                optimizer.step()
-            return torch.linalg.svdvals((a @ b.mT).detach().double())[:4]
-
-        found = steps(300, low)
+        found = fitted_values(optimizer, a, b, low)
         smallest[rank_floor] = (found[-1] / found.square().mean().sqrt()).item()
         if rank_floor:
             torch.testing.assert_close(found[:2], values[:2].double(), rtol=2e-3, atol=0)
             assert optimizer.counts() == {}  # nothing was singular
             # What was kept alive takes up what a new target asks for.
-            torch.testing.assert_close(steps(300, whole), values[:4].double(), rtol=2e-3, atol=0)
+            found = fitted_values(optimizer, a, b, whole)
+            torch.testing.assert_close(found, values[:4].double(), rtol=2e-3, atol=0)
     assert smallest[0.0] < 1e-5
     assert floor < smallest[floor] < 1.5 * floor
 
