@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from rankfold import Factor, Grid, RiemannianSGD, linalg
-from rankfold.geometries import EVENTS, Outcome, Pair, base
+from rankfold import Factor, Grid, RiemannianSGD, linalg, tall
+from rankfold.geometries import EVENTS, Pair, base
 from rankfold.geometries.fixed_embedded import FixedEmbedded
 from rankfold.geometries.fixed_quotient import FixedQuotient
 from rankfold.geometries.isometry_quotient import IsometryQuotient
@@ -278,10 +278,10 @@ def trust_the_formula() -> Patch:
     ) -> base.Landing:
         new = []
         for u, vector in zip(frame.point, coords.vector, strict=True):
-            step = base.per_member(scale, vector) * vector
+            step = tall.per_member(scale, vector) * vector
             gram = step.mT @ step + linalg.identity_like(step.mT @ step)
             new.append((u + step) @ linalg._inverse_sqrt(gram, 6))
-        return base.Landing(Pair(*new), None, None)
+        return base.Landing(Pair(*new), None, torch.ones_like(scale, dtype=torch.bool), None)
 
     return mock.patch.object(StiefelGeometry, "retract", retract)
 
@@ -325,7 +325,9 @@ def watch_momentum(geometry: type[base.Geometry]) -> tuple[Patch, Callable[[], d
         if geometry is FixedEmbedded:
             c = tangent.left.flatten(1, 2) @ frame.right.inverse
             d = tangent.right.flatten(1, 2) @ frame.left.inverse
-            off = frame.left.basis.mT @ c - (frame.right.basis.mT @ d).mT
+            u = frame.point.left.flatten(1, 2) @ frame.left.inverse
+            v = frame.point.right.flatten(1, 2) @ frame.right.inverse
+            off = u.mT @ c - (v.mT @ d).mT
             size = linalg.squared_norm(off, 2).sqrt()
         else:
             fitted = _ARRIVE[geometry](self, frame, tangent)
@@ -347,7 +349,8 @@ def plain_cholesky() -> Patch:
         gram = gram + damping * linalg.identity_like(gram)
         lower, info = torch.linalg.cholesky_ex(gram, check_errors=False)
         failed = info != 0
-        return linalg.Cholesky(lower.masked_fill(failed[..., None, None], math.nan), failed)
+        lower = lower.masked_fill(failed[..., None, None], math.nan)
+        return linalg.Cholesky(lower, linalg.inverse(lower), failed)
 
     return mock.patch.object(linalg, "cholesky", cholesky)
 
@@ -355,10 +358,10 @@ def plain_cholesky() -> Patch:
 def no_skip() -> Patch:
     """Steps that are not finite are taken like any other."""
 
-    def keep(outcome: Outcome, point: Pair, momentum: Pair | None) -> Outcome:
-        return outcome
+    def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+        return yes
 
-    return mock.patch.object(base, "_skip_nonfinite", keep)
+    return mock.patch.object(tall, "choose", choose)
 
 
 def drop_masters(optimizer: RiemannianSGD) -> None:

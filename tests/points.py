@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rankfold.geometries import GEOMETRIES, Geometry, Pair, StepOptions, geometry_for
-from rankfold.geometries.embedded import TangentXKY
+from rankfold.geometries.embedded import EmbeddedGeometry
 
 GRIDS = [(1, 1), (4, 1), (1, 3), (2, 3)]
 
@@ -102,16 +102,8 @@ def product(point: Pair) -> Tensor:
 
 def dense(geometry: Geometry, point: Pair, tangent: Pair) -> Tensor:
     """The tangent matrix downstairs (batch, Im, Jn) of a tangent in the geometry's coordinates."""
-    frame = geometry.frame(point)
-    coords = geometry.coordinates(frame, tangent)
-    if isinstance(coords, TangentXKY):
-        u, v = (torch.linalg.qr(stacked(x)).Q for x in point)
-        # The frames' signs are the library's own: rebuild them from the point.
-        u = u * torch.linalg.qr(stacked(point.left)).R.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-        v = v * torch.linalg.qr(stacked(point.right)).R.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-        if geometry.isometry:
-            u, v = stacked(point.left), stacked(point.right)
-        return u @ coords.k @ v.mT + coords.x @ v.mT + u @ coords.y.mT
+    if isinstance(geometry, EmbeddedGeometry):
+        return geometry.matrix(geometry.coordinates(geometry.frame(point), tangent))
     a, b = stacked(point.left), stacked(point.right)
     return stacked(tangent.left) @ b.mT + a @ stacked(tangent.right).mT
 

@@ -120,7 +120,7 @@ class NotSkew(IsometryEmbedded):
 
     def coordinates(self, frame: Any, tangent: Pair) -> Any:
         found = super().coordinates(frame, tangent)
-        overlap = sym(stacked(frame.u[:, None]).mT @ stacked(tangent.left))
+        overlap = sym(frame.left.mT @ stacked(tangent.left))
         return found._replace(k=found.k + overlap)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rankfold
 from rankfold import linalg
 from rankfold.geometries import Pair
-from rankfold.geometries.embedded import Bases, EmbeddedGeometry, NewCoefficients, TangentXKY
+from rankfold.geometries.embedded import EmbeddedGeometry, NewCoefficients, TangentXKY
 from rankfold.geometries.fixed_quotient import FixedQuotient, GramFrame
 from rankfold.geometries.isometry_canonical import IsometryCanonical
 from rankfold.geometries.isometry_embedded import IsometryEmbeddedGrid
@@ -85,11 +85,11 @@ carry = EmbeddedGeometry.carry
 
 
 def printed_carry(
-    self: EmbeddedGeometry, bases: Bases, coords: TangentXKY, new: NewCoefficients, deskew: bool
+    self: EmbeddedGeometry, coords: TangentXKY, new: NewCoefficients, deskew: bool
 ) -> Pair:
     """A.1 Step 5 with M Q_Y = U R_Y and Mᵀ Q_X = V R_X: R R where Rᵀ R belongs."""
     r_x, r_y = linalg.cholesky(coords.xx).lower.mT, linalg.cholesky(coords.yy).lower.mT
-    return carry(self, bases, coords._replace(xx=r_x @ r_x, yy=r_y @ r_y), new, deskew)
+    return carry(self, coords._replace(xx=r_x @ r_x, yy=r_y @ r_y), new, deskew)
 
 
 def printed_reduced_transport(self: StiefelGeometry, frame: StiefelFrame, momentum: Pair) -> Pair:
@@ -114,13 +114,12 @@ def printed_spectral_norm(
 
 def printed_quotient_transport(self: FixedQuotient, frame: GramFrame, momentum: Pair) -> Pair:
     """A.2 Step 5 with the two triangular factors of BᵀB in the printed order."""
-    left, right = self._overlaps(frame, momentum)
-    towards_a = frame.left_inverse.mT @ (frame.left_inverse @ left)
-    towards_b = right.mT @ frame.right_inverse @ frame.right_inverse.mT
+    a, b = (x.view_as(m) for x, m in zip(frame.point, momentum, strict=True))
+    left, right = (a.mT @ momentum.left).sum(1), (b.mT @ momentum.right).sum(1)
+    towards_a = frame.left.inverse.mT @ (frame.left.inverse @ left)
+    towards_b = right.mT @ frame.right.inverse @ frame.right.inverse.mT
     shift = ((towards_a - towards_b) / 2)[:, None]
-    return Pair(
-        momentum.left - frame.point.left @ shift, momentum.right + frame.point.right @ shift.mT
-    )
+    return Pair(momentum.left - a @ shift, momentum.right + b @ shift.mT)
 
 
 def printed_quotient_average(self: StiefelGeometry, frame: StiefelFrame, overlap: Pair) -> Pair:

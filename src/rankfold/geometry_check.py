@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .geometries import GEOMETRIES, Geometry, Pair, StepOptions, geometry_for
 from .geometries.base import flatten_blocks
-from .geometries.embedded import Bases, EmbeddedGeometry
+from .geometries.embedded import EmbeddedGeometry
 from .geometries.isometry_embedded import IsometryEmbeddedGrid
 from .linalg import sym
 from .precision import exact_arithmetic
@@ -311,11 +311,7 @@ def _product(point: Pair) -> Tensor:
 def _dense(geometry: Geometry, point: Pair, tangent: Pair) -> Tensor:
     """The tangent matrix downstairs, (batch, I·m, J·n), from the geometry's coordinates."""
     if isinstance(geometry, EmbeddedGeometry):
-        frame = geometry.frame(point)
-        coords = geometry.coordinates(frame, tangent)
-        u, v = frame if isinstance(frame, Bases) else (frame.left.basis, frame.right.basis)
-        dense: Tensor = (u @ coords.k + coords.x) @ v.mT + u @ coords.y.mT
-        return dense
+        return geometry.matrix(geometry.coordinates(geometry.frame(point), tangent))
     left, right = (flatten_blocks(x) for x in tangent)
     return left @ flatten_blocks(point.right).mT + flatten_blocks(point.left) @ right.mT
 

@@ -7,10 +7,12 @@ tens to hundreds of times dearer than the products it can be replaced by.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+from . import tall
 
 # Newton–Schulz steps where nothing is known of the spectrum. The small end of it grows 2.25-fold
 # a step before convergence turns quadratic, so 20 serve a condition number of about 2e5.
@@ -45,9 +47,14 @@ def inverse(x: Tensor) -> Tensor:
 
 
 class Cholesky(NamedTuple):
-    """``gram = lower lowerᵀ`` (..., r, r), and which members ``(...,)`` had to be lifted first."""
+    """``gram = lower lowerᵀ`` and ``lower⁻¹``, (..., r, r), after a lift for the ``lifted`` (...).
+
+    The inverse is explicit, because a product of a tall block with it is several times faster
+    than a triangular solve on that block.
+    """
 
     lower: Tensor
+    inverse: Tensor
     lifted: Tensor
 
 
@@ -75,21 +82,17 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
         failed = info != 0
         lower = torch.where(failed[..., None, None], again, lower)
         info = torch.where(failed, info_again, info)
-    return Cholesky(lower, lifted)
+    return Cholesky(lower, _triangular_inverse(lower), lifted)
 
 
-def cholesky_above_identity(gram: Tensor) -> Tensor:
-    """Lower Cholesky factor of ``I`` plus something positive ``(..., r, r)``: one plain try."""
+def cholesky_near_identity(gram: Tensor) -> Cholesky:
+    """The same for ``I`` plus something positive or small, (..., r, r): one plain try."""
     lower: Tensor = torch.linalg.cholesky_ex(gram, check_errors=False).L
-    return lower
+    lifted = torch.zeros(gram.shape[:-2], dtype=torch.bool, device=gram.device)
+    return Cholesky(lower, _triangular_inverse(lower), lifted)
 
 
-def triangular_inverse(lower: Tensor) -> Tensor:
-    """Inverse of lower triangular ``(..., r, r)``.
-
-    Explicit, because a product of a tall block with an r×r inverse is several times faster than a
-    triangular solve on that block.
-    """
+def _triangular_inverse(lower: Tensor) -> Tensor:
     eye = identity_like(lower).expand_as(lower)
     result: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False)
     return result
@@ -105,48 +108,40 @@ def frobenius(x: Tensor) -> Tensor:
     return squared_norm(x, 2).sqrt()
 
 
-def inverse_gram_factor(factor: Tensor) -> Tensor:
-    """``L⁻¹`` of ``factorᵀ factor = L Lᵀ``, for factors ``(..., m, r)``."""
-    return triangular_inverse(cholesky(factor.mT @ factor).lower)
-
-
 class Frame(NamedTuple):
-    """An orthonormal basis of a factor's columns: ``factor = basis @ triangle``.
+    """An orthonormal basis ``factor @ inverse`` of a factor's columns, not formed itself.
 
-    ``basis`` is ``(..., m, r)``, ``triangle`` and its ``inverse`` are ``(..., r, r)``.
+    ``triangle`` and its ``inverse`` are (..., r, r), ``gram`` is the Gram matrix of the basis,
+    the identity unless the factor was ``lifted`` (...) or damped.
     """
 
-    basis: Tensor
     triangle: Tensor
     inverse: Tensor
+    gram: Tensor
     lifted: Tensor
-
-
-def _cholesky_qr(x: Tensor, damping: float = 0.0) -> Frame:
-    lower, lifted = cholesky(x.mT @ x, damping)
-    inverse_triangle = triangular_inverse(lower).mT
-    return Frame(x @ inverse_triangle, lower.mT, inverse_triangle, lifted)
 
 
 def orthonormal_frame(factor: Tensor, damping: float = 0.0) -> Frame:
     """QR of a factor ``(..., m, r)`` with a positive diagonal, by Cholesky of its Gram matrix.
 
-    Done twice: one pass leaves a defect of κ²ε, the second takes it to machine precision for any
-    κ whose square the Cholesky factorization survives (about 4e3 in float32). Past that, and with
-    a ``damping`` of the Gram matrix, the basis has columns shorter than one: what the factor does
-    not span stays unspanned, and solves against it stay bounded.
+    Done twice: one pass leaves a defect of κ²ε, the second takes it to κε for any κ whose square
+    the Cholesky factorization survives (about 4e3 in float32). Past that, and with a ``damping``
+    of the Gram matrix, the basis has columns shorter than one: what the factor does not span
+    stays unspanned, and solves against it stay bounded.
     """
-    first = _cholesky_qr(factor, damping)
+    lower, inverse_lower, lifted = cholesky(tall.overlap(factor, factor), damping)
+    triangle, turn = lower.mT, inverse_lower.mT
+    gram = tall.turned_gram(factor, turn)
     if damping:
-        return first
-    second = _cholesky_qr(first.basis)
-    done = first.lifted[..., None, None]
+        return Frame(triangle, turn, gram, lifted)
+    second = cholesky_near_identity(gram)
+    done = lifted[..., None, None]
     # A lifted basis is short on purpose; a second pass would stretch its noise to length one.
     return Frame(
-        torch.where(done, first.basis, second.basis),
-        torch.where(done, first.triangle, second.triangle @ first.triangle),
-        torch.where(done, first.inverse, first.inverse @ second.inverse),
-        first.lifted,
+        torch.where(done, triangle, second.lower.mT @ triangle),
+        torch.where(done, turn, turn @ second.inverse.mT),
+        torch.where(done, gram, identity_like(gram)),
+        lifted,
     )
 
 
@@ -180,33 +175,31 @@ def _scaled_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     return _inverse_sqrt(gram * scale, steps) * scale.sqrt()
 
 
-def polar(x: Tensor, spread: float | None) -> tuple[Tensor, Tensor]:
-    """Orthonormal polar factor of ``x`` ``(..., m, r)``, and the r×r it multiplied ``x`` by.
+def polar_scaling(gram: Tensor, spread: float | None) -> Tensor:
+    """The r×r that takes a tall matrix to its polar factor, from its Gram matrix (..., r, r).
 
-    ``spread`` bounds how far the eigenvalues of ``xᵀx`` lie from 1; None when nothing is known.
-    The Gram matrix is that of the numbers actually stored, so errors of the past are repaired
-    here and orthonormality does not drift.
+    ``spread`` bounds how far the eigenvalues of ``gram`` lie from 1; None when nothing is known,
+    and then the result is orthonormal only roughly, to be finished by `polish_scaling`.
     """
-    gram = x.mT @ x
-    if spread is not None and spread < 0.9:
-        scaling = _inverse_sqrt(gram, _newton_schulz_steps(spread, x.dtype))
-        return x @ scaling, scaling
-    scaling = _scaled_inverse_sqrt(gram, _BLIND_STEPS)
-    rough = x @ scaling
-    polish = _scaled_inverse_sqrt(rough.mT @ rough, _POLISH_STEPS)
-    result = rough @ polish
-    # Past the condition number the steps serve there is no polar factor to be had: NaN, no guess.
-    defect = (result.mT @ result - identity_like(gram)).abs().amax((-2, -1), keepdim=True)
-    done = defect < torch.finfo(x.dtype).eps ** 0.5
-    return torch.where(done, result, torch.nan), scaling @ polish
+    if is_small(spread):
+        return _inverse_sqrt(gram, _newton_schulz_steps(spread, gram.dtype))
+    return _scaled_inverse_sqrt(gram, _BLIND_STEPS)
 
 
-def positive_qr(x: Tensor, spread: float | None) -> Tensor:
-    """Q factor of ``x`` ``(..., m, r)`` with a positive diagonal of R; ``spread`` as in `polar`."""
-    first = _cholesky_qr(x)
-    if spread is not None and spread < 0.9:
-        return first.basis
-    return _cholesky_qr(first.basis).basis
+def polish_scaling(gram: Tensor) -> Tensor:
+    """The same for a matrix that is nearly orthonormal, but nobody knows how nearly.
+
+    Past the condition number that all these steps serve there is no polar factor to be had: NaN.
+    """
+    scaling = _scaled_inverse_sqrt(gram, _POLISH_STEPS)
+    defect = scaling.mT @ gram @ scaling - identity_like(gram)
+    done = defect.abs().amax((-2, -1), keepdim=True) < torch.finfo(gram.dtype).eps ** 0.5
+    return torch.where(done, scaling, torch.nan)
+
+
+def is_small(spread: float | None) -> TypeGuard[float]:
+    """Whether eigenvalues within ``spread`` of 1 make one pass of an orthonormalization enough."""
+    return spread is not None and spread < 0.9
 
 
 class RankCore(NamedTuple):
@@ -244,6 +237,11 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor) -> RankCore:
     return RankCore(left, right, ~(remaining <= tolerance))
 
 
+def trace(x: Tensor) -> Tensor:
+    """Trace of (..., r, r)."""
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
 def squared_norm_weighted(x: Tensor, weight: Tensor) -> Tensor:
     """``tr(xᵀ weight x)`` for (..., r, r), never negative."""
     return (x * (weight @ x)).sum((-2, -1)).clamp_min(0)
@@ -260,7 +258,7 @@ def spectral_norm(cc: Tensor, uc: Tensor, dd: Tensor, vd: Tensor, i: int, j: int
     tiny = torch.finfo(cc.dtype).tiny
     eye = identity_like(cc).expand_as(cc)
     # Work on a matrix of norm about one, so that the blocks of P are comparable.
-    size = (_trace(cc) + _trace(dd)).sqrt().clamp_min(tiny)
+    size = (trace(cc) + trace(dd)).sqrt().clamp_min(tiny)
     s = size[..., None, None]
     p = torch.cat([torch.cat([cc / s / s, uc.mT / s], -1), torch.cat([uc / s, i * eye], -1)], -2)
     q = torch.cat([torch.cat([j * eye, vd / s], -1), torch.cat([vd.mT / s, dd / s / s], -1)], -2)
@@ -268,14 +266,10 @@ def spectral_norm(cc: Tensor, uc: Tensor, dd: Tensor, vd: Tensor, i: int, j: int
     top = p
     for _ in range(38 if cc.dtype == torch.float64 else 24):
         top = sym(top @ q @ top)
-        top = top / _trace(top)[..., None, None].clamp_min(tiny)
+        top = top / trace(top)[..., None, None].clamp_min(tiny)
     weight = top @ q
-    value = _trace(weight @ p @ q) / _trace(weight).clamp_min(tiny)
+    value = trace(weight @ p @ q) / trace(weight).clamp_min(tiny)
     return size * value.clamp_min(0).sqrt()
-
-
-def _trace(x: Tensor) -> Tensor:
-    return x.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def sylvester(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -320,8 +314,8 @@ def norm_bound(x: Tensor) -> Tensor:
     tiny = torch.finfo(x.dtype).tiny
     power, log_scale = x.mT @ x, torch.zeros_like(x[..., 0, 0])
     for k in range(9):
-        size = _trace(power).clamp_min(tiny)
+        size = trace(power).clamp_min(tiny)
         log_scale = log_scale + size.log() / 2**k
         power = power / size[..., None, None]
         power = power @ power
-    return ((log_scale + _trace(power).clamp_min(tiny).log() / 2**9) / 2).exp()
+    return ((log_scale + trace(power).clamp_min(tiny).log() / 2**9) / 2).exp()

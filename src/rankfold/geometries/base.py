@@ -8,13 +8,14 @@ notices because rows only ever meet inside Gram matrices.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .. import tall
 
 
 class Pair(NamedTuple):
@@ -38,7 +39,7 @@ class StepOptions:
     damping: float = 0.0
     trust_region: float | None = None
     rank_floor: float = 0.0
-    largest: float = math.inf  # what the parameters can store
+    largest: float = torch.finfo(torch.float32).max  # what the parameters can store
 
     @property
     def reach(self) -> float | None:
@@ -66,10 +67,15 @@ class Outcome(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Where a retraction arrived; ``record`` is what its own `depart` needs to carry momentum."""
+    """Where a retraction arrived; ``record`` is what its own `depart` needs to carry momentum.
+
+    ``alive`` (batch,) are the members whose step is finite and can be stored, told from r×r
+    matrices alone before any row is written. The others have not moved.
+    """
 
     point: Pair
     record: Any
+    alive: Tensor
     unconverged: Tensor | None
 
 
@@ -168,46 +174,18 @@ class Geometry(ABC):
         kept = None
         if momentum is not None:
             kept = self.depart(frame, coords, tangent, landing)
-        happened = {name: event for name, event in events.items() if event is not None}
-        outcome = Outcome(landing.point, kept, happened, scale)
-        return _skip_nonfinite(outcome, point, momentum, options.largest)
-
-
-def _skip_nonfinite(
-    outcome: Outcome, point: Pair, momentum: Pair | None, largest: float
-) -> Outcome:
-    """Leave members whose step is not finite, as stored, where they were: point and momentum alike.
-
-    A NaN or infinity in a gradient reaches all of its own member through the norm or the products,
-    and no other, so looking at what comes out covers what went in.
-    """
-    finite = _is_finite(outcome.point, largest)
-    if outcome.momentum is not None:
-        finite = finite & _is_finite(outcome.momentum)
-    events = {name: event & finite for name, event in outcome.events.items()}
-    events["skipped"] = ~finite
-    kept = None
-    if outcome.momentum is not None and momentum is not None:
-        kept = _choose(finite, outcome.momentum, momentum)
-    return Outcome(_choose(finite, outcome.point, point), kept, events, outcome.scale)
-
-
-def _is_finite(pair: Pair, largest: float = math.inf) -> Tensor:
-    limit = min(largest, torch.finfo(pair.left.dtype).max)
-    left, right = ((x.abs() <= limit).flatten(1).all(1) for x in pair)  # NaN compares false
-    return left & right
-
-
-def _choose(mask: Tensor, yes: Pair, no: Pair) -> Pair:
-    chosen = (torch.where(per_member(mask, a), a, b) for a, b in zip(yes, no, strict=True))
-    return Pair(*chosen)
+        # A NaN or infinity in a gradient reaches all of its own member through the norm or the
+        # products, and no other.
+        happened = {
+            name: event & landing.alive for name, event in events.items() if event is not None
+        }
+        happened["skipped"] = ~landing.alive
+        if kept is not None and momentum is not None:
+            pairs = zip(kept, momentum, strict=True)
+            kept = Pair(*(tall.choose(landing.alive, new, old) for new, old in pairs))
+        return Outcome(landing.point, kept, happened, scale)
 
 
 def flatten_blocks(x: Tensor) -> Tensor:
     """(batch, I, m, r) -> (batch, I·m, r): a grid of fixed rank is one tall factor."""
     return x.flatten(1, 2)
-
-
-def per_member(scale: Tensor, like: Tensor) -> Tensor:
-    """(batch,) broadcast against ``like`` (batch, ...)."""
-    return scale.reshape(-1, *([1] * (like.dim() - 1)))

@@ -14,25 +14,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg
+from .. import linalg, tall
 from .base import Geometry, Pair
 
 
-class TangentXKY(NamedTuple):
-    """X (batch, I·m, r), K (batch, r, r), Y (batch, J·n, r), and the Grams of X and Y."""
+class Side(NamedTuple):
+    """U and X of one side as combinations of two tall matrices (batch, m, r) that exist already.
 
-    x: Tensor
+    U = ``a to_u`` and X = ``t to_x`` − U ``inner``; None stands for the identity. ``own`` is UᵀU,
+    of the numbers actually stored.
+    """
+
+    a: Tensor
+    t: Tensor
+    to_u: Tensor | None
+    to_x: Tensor | None
+    inner: Tensor
+    own: Tensor
+
+    def coefficients(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of U u + X x, in terms of ``a`` and ``t``."""
+        u = u - self.inner @ x
+        return (
+            u if self.to_u is None else self.to_u @ u,
+            x if self.to_x is None else self.to_x @ x,
+        )
+
+    def combine(self, u: Tensor, x: Tensor) -> Tensor:
+        """U u + X x."""
+        c_a, c_t = self.coefficients(u, x)
+        return tall.combine(self.a, c_a, self.t, c_t)
+
+    def move(self, u: Tensor, x: Tensor, alive: Tensor) -> Tensor:
+        """``a`` + U u + X x, or ``a`` for members that are not ``alive`` (batch,)."""
+        c_a, c_t = self.coefficients(u, x)
+        return tall.move(self.a, c_a, self.t, c_t, alive)
+
+
+class TangentXKY(NamedTuple):
+    """The sides with U, X and V, Y; K and the Gram matrices of X and Y, each (batch, r, r)."""
+
+    left: Side
+    right: Side
     k: Tensor
-    y: Tensor
     xx: Tensor
     yy: Tensor
-
-
-class Bases(NamedTuple):
-    """Orthonormal U (batch, I·m, r) and V (batch, J·n, r)."""
-
-    u: Tensor
-    v: Tensor
 
 
 class NewCoefficients(NamedTuple):
@@ -52,14 +78,21 @@ class EmbeddedGeometry(Geometry):
         return grad
 
     def metric_norm(self, frame: object, coords: TangentXKY) -> Tensor:
-        x, k, y = (linalg.squared_norm(part, 2) for part in (coords.x, coords.k, coords.y))
-        return torch.sqrt(x + k + y)
+        across = (linalg.trace(coords.xx) + linalg.trace(coords.yy)).clamp_min(0)
+        return torch.sqrt(linalg.squared_norm(coords.k, 2) + across)
 
     def spectral_norm(self, frame: object, coords: TangentXKY) -> Tensor:
         cc = coords.k.mT @ coords.k + coords.xx
         return linalg.spectral_norm(cc, coords.k, coords.yy, torch.zeros_like(coords.k), 1, 1)
 
-    def carry(self, bases: Bases, coords: TangentXKY, new: NewCoefficients, deskew: bool) -> Pair:
+    def matrix(self, coords: TangentXKY) -> Tensor:
+        """The tangent vector as a matrix (batch, I·m, J·n): for checks, never in a step."""
+        eye, zero = linalg.identity_like(coords.k).expand_as(coords.k), 0 * coords.k
+        u, v = coords.left.combine(eye, zero), coords.right.combine(eye, zero)
+        x, y = coords.left.combine(zero, eye), coords.right.combine(zero, eye)
+        return (u @ coords.k + x) @ v.mT + u @ y.mT
+
+    def carry(self, coords: TangentXKY, new: NewCoefficients, deskew: bool) -> Pair:
         """(M B', Mᵀ A'), less the symmetric part of its overlap with the new point if asked."""
         left_u = coords.k @ new.v + coords.yy @ new.y
         left_x, right_y = new.v, new.u
@@ -69,16 +102,4 @@ class EmbeddedGeometry(Geometry):
             out = linalg.sym(overlap)
             left_u, left_x = left_u - new.u @ out, left_x - new.x @ out
             right_v, right_y = right_v - new.v @ out, right_y - new.y @ out
-        return Pair(bases.u @ left_u + coords.x @ left_x, bases.v @ right_v + coords.y @ right_y)
-
-
-def split_tangent(u: Tensor, v: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Pair]:
-    """X, Y orthogonal to the bases, and the overlaps UᵀC, VᵀD, of a vector with M V = C, Mᵀ U = D.
-
-    Each side removes its own overlap, so X and Y are orthogonal to the bases even when the two,
-    transposes of each other for a loss of the product, differ.
-    """
-    overlap = Pair(u.mT @ c, v.mT @ d)
-    x, y = c - u @ overlap.left, d - v @ overlap.right
-    # Twice: where the vector lies in the span all but for rounding, the first pass leaves rounding.
-    return x - u @ (u.mT @ x), y - v @ (v.mT @ y), overlap
+        return Pair(coords.left.combine(left_u, left_x), coords.right.combine(right_v, right_y))

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg
+from .. import linalg, tall
 from ..linalg import Frame
-from .base import Landing, Pair, StepOptions, flatten_blocks, per_member
-from .embedded import Bases, EmbeddedGeometry, NewCoefficients, TangentXKY, split_tangent
+from .base import Landing, Pair, StepOptions, flatten_blocks
+from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY
 
 
 class PairFrame(NamedTuple):
@@ -51,25 +51,26 @@ class FixedEmbedded(EmbeddedGeometry):
             return grad
         # Least squares of ‖ΞB − G_A‖² + ‖ΞᵀA − G_B‖² over tangent Ξ: only K is in dispute.
         left, right = frame.left, frame.right
-        k_c = left.basis.mT @ flatten_blocks(grad.left) @ right.inverse
-        k_d = (right.basis.mT @ flatten_blocks(grad.right) @ left.inverse).mT
+        (a, b), (g_a, g_b) = _flat(frame.point), _flat(grad)
+        k_c = left.inverse.mT @ tall.overlap(a, g_a) @ right.inverse
+        k_d = (right.inverse.mT @ tall.overlap(b, g_b) @ left.inverse).mT
         s_a, s_b = left.triangle @ left.triangle.mT, right.triangle @ right.triangle.mT
         k = linalg.sylvester(s_a, s_b, s_a @ k_d + k_c @ s_b)
         over_a, over_b = (k_c - k) @ right.triangle, (k_d - k).mT @ left.triangle
         return Pair(
-            grad.left - (left.basis @ over_a).view_as(grad.left),
-            grad.right - (right.basis @ over_b).view_as(grad.right),
+            tall.subtract(g_a, a, left.inverse @ over_a).view_as(grad.left),
+            tall.subtract(g_b, b, right.inverse @ over_b).view_as(grad.right),
         )
 
     def coordinates(self, frame: PairFrame, tangent: Pair) -> TangentXKY:
-        c = flatten_blocks(tangent.left) @ frame.right.inverse
-        d = flatten_blocks(tangent.right) @ frame.left.inverse
-        x, y, overlap = split_tangent(frame.left.basis, frame.right.basis, c, d)
-        return TangentXKY(x, (overlap.left + overlap.right.mT) / 2, y, x.mT @ x, y.mT @ y)
+        (a, b), (t_a, t_b) = _flat(frame.point), _flat(tangent)
+        left, k_left, xx = _split(a, t_a, frame.left, frame.right.inverse)
+        right, k_right, yy = _split(b, t_b, frame.right, frame.left.inverse)
+        return TangentXKY(left, right, (k_left + k_right.mT) / 2, xx, yy)
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
-        left, right = (linalg.inverse_gram_factor(x) for x in frame.point)
+        left, right = (linalg.cholesky(tall.overlap(x, x)).inverse for x in frame.point)
         blocks = linalg.norm_bound(right[:, None] @ left[:, :, None].mT)
         whole = linalg.norm_bound(frame.right.inverse.mT @ frame.left.inverse)
         return 1 / (blocks.amax((1, 2)) + whole) / self.spectral_norm(frame, coords)
@@ -77,7 +78,7 @@ class FixedEmbedded(EmbeddedGeometry):
     def retract(
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
-        g = per_member(scale, coords.k)
+        g = tall.per_member(scale, coords.k)
         r_a, r_b = frame.left.triangle, frame.right.triangle
         eye = linalg.identity_like(r_a)
         core = r_a @ r_b.mT + g * coords.k
@@ -104,7 +105,7 @@ class FixedEmbedded(EmbeddedGeometry):
         rest = (delta - share) @ linalg.inverse(eye + share)
         # After a long step, bring the ratio of the factors' sizes back to what it was.
         grown_a, grown_b = _stretch(r_a, r_a + r_a @ rest), _stretch(r_b, r_b + r_b @ share.mT)
-        ratio = per_member(torch.where(long, (grown_b / grown_a).sqrt(), 1), delta)
+        ratio = tall.per_member(torch.where(long, (grown_b / grown_a).sqrt(), 1), delta)
         rest, share = rest + (ratio - 1) * (eye + rest), share + (1 / ratio - 1) * (eye + share)
         wide_a, wide_b = r_a + r_a @ rest, r_b + r_b @ share.mT
         new = NewCoefficients(
@@ -112,16 +113,38 @@ class FixedEmbedded(EmbeddedGeometry):
         )
         left_change = r_a @ rest + (z_a - eye) @ wide_a
         right_change = r_b @ share.mT + (z_b - eye) @ wide_b
-        a, b = flatten_blocks(frame.point.left), flatten_blocks(frame.point.right)
-        left = a + (frame.left.basis @ left_change + coords.x @ new.x)
-        right = b + (frame.right.basis @ right_change + coords.y @ new.y)
+        alive = _norm(new.u, new.x, coords.xx) + _norm(new.v, new.y, coords.yy) <= options.largest
+        left = coords.left.move(left_change, new.x, alive)
+        right = coords.right.move(right_change, new.y, alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
-        return Landing(point, new, unconverged)
+        return Landing(point, new, alive, unconverged)
 
     def depart(self, frame: PairFrame, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
-        bases = Bases(frame.left.basis, frame.right.basis)
-        kept = self.carry(bases, coords, landing.record, deskew=False)
+        kept = self.carry(coords, landing.record, deskew=False)
         return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))
+
+
+def _flat(pair: Pair) -> Pair:
+    return Pair(flatten_blocks(pair.left), flatten_blocks(pair.right))
+
+
+def _split(a: Tensor, t: Tensor, frame: Frame, turn: Tensor) -> tuple[Side, Tensor, Tensor]:
+    """One side of a tangent vector with M V = C = ``t turn``: its `Side`, UᵀC and XᵀX.
+
+    X = C − U UᵀC comes as a difference of Gram matrices. What rounding leaves in that is ε‖C‖²,
+    and C is no longer than the whole vector, so it is beyond the precision of any step.
+    """
+    cross, square = tall.turned_grams(a, t, turn)
+    overlap = frame.inverse.mT @ cross
+    # A basis that is short in places has to be projected away from twice.
+    inner = 2 * overlap - frame.gram @ overlap
+    xx = square - linalg.sym(inner.mT @ (2 * overlap - frame.gram @ inner))
+    return Side(a, t, frame.inverse, turn, inner, frame.gram), overlap, xx
+
+
+def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:
+    """‖U u + X x‖ (batch,), a bound on every entry; NaN where anything was not finite."""
+    return torch.sqrt(linalg.squared_norm(u, 2) + linalg.squared_norm_weighted(x, xx))
 
 
 def _raise(core: Tensor, floor: float) -> Tensor:
@@ -143,14 +166,14 @@ def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
     eye = linalg.identity_like(delta)
     root = (delta + delta @ linalg.inverse(eye + delta / 2)) / 4
     long = ~(linalg.squared_norm(delta, 2) <= 0.25)
-    return torch.where(per_member(long, delta), 0, root), long
+    return torch.where(tall.per_member(long, delta), 0, root), long
 
 
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Z that makes U + X coefficient orthonormal, gram = XᵀX, and Z⁻¹ − I; all (batch, r, r)."""
     eye = linalg.identity_like(gram)
-    lower = linalg.cholesky_above_identity(eye + coefficient.mT @ gram @ coefficient)
-    return linalg.triangular_inverse(lower).mT, lower.mT - eye
+    factor = linalg.cholesky_near_identity(eye + coefficient.mT @ gram @ coefficient)
+    return factor.inverse.mT, factor.lower.mT - eye
 
 
 def _stretch(old: Tensor, new: Tensor) -> Tensor:

@@ -16,19 +16,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg
-from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks, per_member
+from .. import linalg, tall
+from ..linalg import Cholesky
+from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 
 
 class GramFrame(NamedTuple):
-    """The point, Cholesky factors of AᵀA and BᵀB, and the inverses of these factors."""
+    """The stacked factors (batch, I·m, r) and (batch, J·n, r), and the factored AᵀA and BᵀB."""
 
     point: Pair
+    left: Cholesky
+    right: Cholesky
+
+
+class WeighedTangent(NamedTuple):
+    """A tangent vector, with ‖Ξ_A L_B‖² and ‖Ξ_B L_A‖² (batch,), whose sum is its square norm."""
+
+    vector: Pair
     left: Tensor
     right: Tensor
-    left_inverse: Tensor
-    right_inverse: Tensor
-    lifted: Tensor
 
 
 class FixedQuotient(Geometry):
@@ -40,71 +46,85 @@ class FixedQuotient(Geometry):
 
     def frame(self, point: Pair, damping: float = 0.0) -> GramFrame:
         a, b = flatten_blocks(point.left), flatten_blocks(point.right)
-        l_a, lifted_a = linalg.cholesky(a.mT @ a, damping)
-        l_b, lifted_b = linalg.cholesky(b.mT @ b, damping)
-        inverses = linalg.triangular_inverse(l_a), linalg.triangular_inverse(l_b)
-        return GramFrame(point, l_a, l_b, *inverses, lifted_a | lifted_b)
+        left = linalg.cholesky(tall.overlap(a, a), damping)
+        right = linalg.cholesky(tall.overlap(b, b), damping)
+        return GramFrame(Pair(a, b), left, right)
 
     def lifted(self, frame: GramFrame) -> Tensor:
-        return frame.lifted
+        return frame.left.lifted | frame.right.lifted
 
     def gradient(self, frame: GramFrame, grad: Pair, repair: str = "average") -> Pair:
-        lift = Pair(
-            grad.left @ (frame.right_inverse.mT @ frame.right_inverse)[:, None],
-            grad.right @ (frame.left_inverse.mT @ frame.left_inverse)[:, None],
-        )
+        g_a, g_b = flatten_blocks(grad.left), flatten_blocks(grad.right)
+        over_a = frame.left.inverse.mT @ frame.left.inverse
+        over_b = frame.right.inverse.mT @ frame.right.inverse
+        if repair == "none":
+            return Pair((g_a @ over_b).view_as(grad.left), (g_b @ over_a).view_as(grad.right))
         # The horizontal projection is the nearest horizontal vector in the metric.
-        return lift if repair == "none" else self.arrive(frame, lift)
+        a, b = frame.point
+        left = tall.overlap(a, g_a) @ frame.right.inverse.mT @ frame.right.inverse
+        right = tall.overlap(b, g_b) @ frame.left.inverse.mT @ frame.left.inverse
+        shift = self._shift(frame, left, right)
+        return Pair(
+            tall.combine(a, -shift, g_a, over_b).view_as(grad.left),
+            tall.combine(b, shift.mT, g_b, over_a).view_as(grad.right),
+        )
 
     def arrive(self, frame: GramFrame, momentum: Pair) -> Pair:
-        left, right = self._overlaps(frame, momentum)
-        # A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A), and likewise for B.
-        towards_a = frame.left_inverse.mT @ (frame.left_inverse @ left)
-        towards_b = frame.right_inverse.mT @ (frame.right_inverse @ right)
-        shift = ((towards_a - towards_b.mT) / 2)[:, None]
+        (a, b), m_a, m_b = frame.point, *map(flatten_blocks, momentum)
+        shift = self._shift(frame, tall.overlap(a, m_a), tall.overlap(b, m_b))
         return Pair(
-            momentum.left - frame.point.left @ shift,
-            momentum.right + frame.point.right @ shift.mT,
+            tall.subtract(m_a, a, shift).view_as(momentum.left),
+            tall.subtract(m_b, b, -shift.mT).view_as(momentum.right),
         )
 
-    def coordinates(self, frame: GramFrame, tangent: Pair) -> Pair:
-        return tangent
+    def _shift(self, frame: GramFrame, left: Tensor, right: Tensor) -> Tensor:
+        """Λ (batch, r, r) from AᵀM_A and BᵀM_B: A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A), likewise for B."""
+        towards_a = frame.left.inverse.mT @ (frame.left.inverse @ left)
+        towards_b = frame.right.inverse.mT @ (frame.right.inverse @ right)
+        return (towards_a - towards_b.mT) / 2
 
-    def metric_norm(self, frame: GramFrame, coords: Pair) -> Tensor:
+    def coordinates(self, frame: GramFrame, tangent: Pair) -> WeighedTangent:
         # The weights go in as Cholesky factors: through the Gram matrices themselves the sum
         # would cancel, and lose the square of their conditioning.
-        return torch.sqrt(
-            linalg.squared_norm(coords.left @ frame.right[:, None], 3)
-            + linalg.squared_norm(coords.right @ frame.left[:, None], 3)
+        return WeighedTangent(
+            tangent,
+            tall.turned_square(flatten_blocks(tangent.left), frame.right.lower),
+            tall.turned_square(flatten_blocks(tangent.right), frame.left.lower),
         )
 
-    def spectral_norm(self, frame: GramFrame, coords: Pair) -> Tensor:
-        # Ξ = C Vᵀ + U Dᵀ in the orthonormal frames U = A L_A⁻ᵀ, V = B L_B⁻ᵀ.
-        c = flatten_blocks(coords.left) @ frame.right
-        d = flatten_blocks(coords.right) @ frame.left
-        left, right = self._overlaps(frame, coords)
-        uc = frame.left_inverse @ left @ frame.right
-        vd = frame.right_inverse @ right @ frame.left
-        return linalg.spectral_norm(c.mT @ c, uc, d.mT @ d, vd, 1, 1)
+    def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
+        return torch.sqrt(coords.left + coords.right)
 
-    def step_limit(self, frame: GramFrame, coords: Pair) -> Tensor:
+    def spectral_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
+        # Ξ = C Vᵀ + U Dᵀ in the orthonormal frames U = A L_A⁻ᵀ, V = B L_B⁻ᵀ.
+        a, b = frame.point
+        left = tall.turned_grams(a, flatten_blocks(coords.vector.left), frame.right.lower)
+        right = tall.turned_grams(b, flatten_blocks(coords.vector.right), frame.left.lower)
+        uc, vd = frame.left.inverse @ left.cross, frame.right.inverse @ right.cross
+        return linalg.spectral_norm(left.square, uc, right.square, vd, 1, 1)
+
+    def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
         sizes = []
-        for blocks, xi in zip(frame.point, coords, strict=True):
-            lower = linalg.inverse_gram_factor(blocks)
-            sizes.append(linalg.norm_bound(lower.mT @ (lower @ (blocks.mT @ xi))).amax(1))
+        for stacked, xi in zip(frame.point, coords.vector, strict=True):
+            blocks = stacked.view_as(xi)
+            lower = linalg.cholesky(tall.overlap(blocks, blocks)).inverse
+            sizes.append(linalg.norm_bound(lower.mT @ (lower @ tall.overlap(blocks, xi))).amax(1))
         return 1 / torch.maximum(*sizes)
 
     def retract(
-        self, frame: GramFrame, coords: Pair, scale: Tensor, options: StepOptions
+        self, frame: GramFrame, coords: WeighedTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
-        g = per_member(scale, coords.left)
-        new = Pair(frame.point.left + g * coords.left, frame.point.right + g * coords.right)
-        return Landing(new, None, None)
-
-    def _overlaps(self, frame: GramFrame, tangent: Pair) -> tuple[Tensor, Tensor]:
-        """AᵀΞ_A and BᵀΞ_B, (batch, r, r)."""
-        return (
-            flatten_blocks(frame.point.left).mT @ flatten_blocks(tangent.left),
-            flatten_blocks(frame.point.right).mT @ flatten_blocks(tangent.right),
+        alive = self._entry_bound(frame, coords, scale) <= options.largest
+        moved = (
+            tall.step(x.view_as(xi), xi, scale, alive)
+            for x, xi in zip(frame.point, coords.vector, strict=True)
         )
+        return Landing(Pair(*moved), None, alive, None)
+
+    def _entry_bound(self, frame: GramFrame, coords: WeighedTangent, scale: Tensor) -> Tensor:
+        """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹."""
+        moved = coords.left.sqrt() * linalg.frobenius(frame.right.inverse)
+        moved = moved + coords.right.sqrt() * linalg.frobenius(frame.left.inverse)
+        size = linalg.frobenius(frame.left.lower) + linalg.frobenius(frame.right.lower)
+        return size + scale.abs() * moved

@@ -30,7 +30,6 @@ class IsometryCanonical(StiefelGeometry):
         return Pair(left.mT + vertical, right.mT + vertical)
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        inner = frame.j * linalg.squared_norm(
-            coords.overlap.left, 3
-        ) + frame.i * linalg.squared_norm(coords.overlap.right, 3)
-        return torch.sqrt((weighted_square(frame, coords.vector) - inner / 2).clamp_min(0))
+        inner = frame.j * linalg.squared_norm(coords.left.cross, 3)
+        inner = inner + frame.i * linalg.squared_norm(coords.right.cross, 3)
+        return torch.sqrt((weighted_square(frame, coords) - inner / 2).clamp_min(0))

@@ -16,11 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import linalg
+from .. import linalg, tall
 from ..linalg import skew
-from .base import Landing, Pair, StepOptions, flatten_blocks, per_member
-from .embedded import Bases, EmbeddedGeometry, NewCoefficients, TangentXKY, split_tangent
-from .stiefel import StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
+from .base import Landing, Pair, StepOptions, flatten_blocks
+from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY
+from .stiefel import (
+    StiefelFrame,
+    StiefelGeometry,
+    StiefelTangent,
+    finish,
+    orthonormal_scaling,
+    weighted_square,
+)
 
 
 class IsometryEmbedded(EmbeddedGeometry):
@@ -30,35 +37,65 @@ class IsometryEmbedded(EmbeddedGeometry):
     isometry = True
     retractions = ("svd",)
 
-    def frame(self, point: Pair, damping: float = 0.0) -> Bases:
-        return Bases(flatten_blocks(point.left), flatten_blocks(point.right))
+    def frame(self, point: Pair, damping: float = 0.0) -> Pair:
+        return Pair(flatten_blocks(point.left), flatten_blocks(point.right))
 
-    def coordinates(self, frame: Bases, tangent: Pair) -> TangentXKY:
+    def coordinates(self, frame: Pair, tangent: Pair) -> TangentXKY:
         c, d = flatten_blocks(tangent.left), flatten_blocks(tangent.right)
-        x, y, overlap = split_tangent(frame.u, frame.v, c, d)
-        return TangentXKY(x, skew(overlap.left - overlap.right) / 2, y, x.mT @ x, y.mT @ y)
+        left, k_left, xx = _split(frame.left, c)
+        right, k_right, yy = _split(frame.right, d)
+        return TangentXKY(left, right, skew(k_left - k_right) / 2, xx, yy)
 
-    def step_limit(self, frame: Bases, coords: TangentXKY) -> Tensor:
+    def step_limit(self, frame: Pair, coords: TangentXKY) -> Tensor:
         return 1 / self.spectral_norm(frame, coords)  # ‖Ξ‖₂ < 1
 
     def retract(
-        self, frame: Bases, coords: TangentXKY, scale: Tensor, options: StepOptions
+        self, frame: Pair, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
-        g = per_member(scale, coords.k)
-        core = linalg.identity_like(coords.k) + g * coords.k
-        p, f, unconverged = linalg.best_rank_core(core, g * g * coords.xx, g * g * coords.yy)
+        g = tall.per_member(scale, coords.k)
+        eye = linalg.identity_like(coords.k)
+        xx, yy = g * g * coords.xx, g * g * coords.yy
+        p, f, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy)
         # The rank-r approximation is (U P + γX) N⁻¹ (V + γY F)ᵀ. Multiplying by orthonormal V'ᵀ
         # on the right does not change a polar factor, so two polar factors of tall matrices do.
         spread = _gram_spread(options.reach)
-        right, v_scale = linalg.polar(frame.v + coords.y @ (g * f), spread)
-        left, u_scale = linalg.polar(frame.u @ (p @ v_scale) + coords.x @ (g * v_scale), spread)
+        gram = coords.right.own + f.mT @ (yy - _rest(coords.right, g)) @ f
+        v_scale, v_norm = orthonormal_scaling(gram, "polar", spread)
+        inner = p.mT @ coords.left.own @ p + xx - _rest(coords.left, g)
+        gram = v_scale.mT @ inner @ v_scale
+        u_scale, u_norm = orthonormal_scaling(gram, "polar", spread)
         total = v_scale @ u_scale
         new = NewCoefficients(u=p @ total, v=v_scale, x=g * total, y=g * (f @ v_scale))
-        return Landing(Pair(left[:, None], right[:, None]), new, unconverged)
+        alive = u_norm + v_norm <= options.largest
+        point = Pair(
+            coords.left.move(new.u - eye, new.x, alive),
+            coords.right.move(new.v - eye, new.y, alive),
+        )
+        (left, right), alive = finish(point, frame, alive, "polar", spread)
+        return Landing(Pair(left[:, None], right[:, None]), new, alive, unconverged)
 
-    def depart(self, frame: Bases, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
-        kept = self.carry(frame, coords, landing.record, deskew=True)
+    def depart(self, frame: Pair, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
+        kept = self.carry(coords, landing.record, deskew=True)
         return Pair(kept.left[:, None], kept.right[:, None])
+
+
+def _split(u: Tensor, c: Tensor) -> tuple[Side, Tensor, Tensor]:
+    """One side of a vector with M V = C: its `Side`, UᵀC and XᵀX.
+
+    X is formed: as a difference of Gram matrices it would drown in the symmetric part of UᵀC,
+    which is large near an optimum, and is not part of the step.
+    """
+    overlap = tall.overlap(u, c)
+    x = tall.subtract(c, u, overlap)
+    # Where the vector lies in the span all but for rounding, one pass leaves rounding. It is not
+    # part of X, but stays in the Gram matrix: norms that count it keep such steps short.
+    own, rest, square = tall.grams(u, x)
+    return Side(u, x, None, None, rest, own), overlap, square
+
+
+def _rest(side: Side, g: Tensor) -> Tensor:
+    """What the Gram matrix of γX holds of the span of U."""
+    return (g * side.inner).mT @ (g * side.inner)
 
 
 class IsometryEmbeddedGrid(StiefelGeometry):
@@ -80,8 +117,8 @@ class IsometryEmbeddedGrid(StiefelGeometry):
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         # ‖Ξ_ij‖² = ‖X_i‖² + ‖Y_j‖² + ‖Ω_i − Ψ_j‖², summed over the grid.
-        crossed = (coords.overlap.left.sum(1) * coords.overlap.right.sum(1)).sum((-2, -1))
-        square = weighted_square(frame, coords.vector) - 2 * crossed
+        crossed = (coords.left.cross.sum(1) * coords.right.cross.sum(1)).sum((-2, -1))
+        square = weighted_square(frame, coords) - 2 * crossed
         return torch.sqrt(square.clamp_min(0))
 
 

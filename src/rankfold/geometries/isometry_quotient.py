@@ -27,4 +27,4 @@ class IsometryQuotient(StiefelGeometry):
         return Pair(sym(left) + vertical, sym(right) + vertical)
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        return torch.sqrt(weighted_square(frame, coords.vector))
+        return torch.sqrt(weighted_square(frame, coords))

@@ -14,11 +14,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .. import linalg
+from .. import linalg, tall
 from ..linalg import skew, sym
-from .base import Geometry, Landing, Pair, StepOptions, per_member
+from ..tall import Grams
+from .base import Geometry, Landing, Pair, StepOptions
 
 
 class StiefelFrame(NamedTuple):
@@ -30,10 +32,11 @@ class StiefelFrame(NamedTuple):
 
 
 class StiefelTangent(NamedTuple):
-    """A tangent vector and its overlaps U_iᵀΞ_Ui (batch, I, r, r), V_jᵀΞ_Vj (batch, J, r, r)."""
+    """A tangent vector and, for each block, UᵀU, UᵀΞ_U and Ξ_UᵀΞ_U (batch, blocks, r, r)."""
 
     vector: Pair
-    overlap: Pair
+    left: Grams
+    right: Grams
 
 
 class StiefelGeometry(Geometry):
@@ -55,29 +58,33 @@ class StiefelGeometry(Geometry):
 
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
         u, v = frame.point
-        kappa = self.corrections(frame, Pair(u.mT @ grad.left, v.mT @ grad.right))
-        return Pair(grad.left / frame.j - u @ kappa.left, grad.right / frame.i - v @ kappa.right)
+        overlaps = Pair(tall.overlap(u, grad.left), tall.overlap(v, grad.right))
+        kappa = self.corrections(frame, overlaps)
+        return Pair(
+            tall.subtract(grad.left, u, kappa.left, 1 / frame.j),
+            tall.subtract(grad.right, v, kappa.right, 1 / frame.i),
+        )
 
     def arrive(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         u, v = frame.point
-        left, right = u.mT @ momentum.left, v.mT @ momentum.right
+        left, right = tall.overlap(u, momentum.left), tall.overlap(v, momentum.right)
         vertical = vertical_part(frame, skew(left), skew(right))
         return Pair(
-            momentum.left - u @ (sym(left) + vertical),
-            momentum.right - v @ (sym(right) + vertical),
+            tall.subtract(momentum.left, u, sym(left) + vertical),
+            tall.subtract(momentum.right, v, sym(right) + vertical),
         )
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
         u, v = frame.point
-        return StiefelTangent(tangent, Pair(u.mT @ tangent.left, v.mT @ tangent.right))
+        left, right = tall.grams(u, tangent.left), tall.grams(v, tangent.right)
+        return StiefelTangent(tangent, left, right)
 
     def spectral_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        left, right = coords.vector
         return linalg.spectral_norm(
-            (left.mT @ left).sum(1),
-            coords.overlap.left.sum(1),
-            (right.mT @ right).sum(1),
-            coords.overlap.right.sum(1),
+            coords.left.square.sum(1),
+            coords.left.cross.sum(1),
+            coords.right.square.sum(1),
+            coords.right.cross.sum(1),
             frame.i,
             frame.j,
         )
@@ -85,28 +92,85 @@ class StiefelGeometry(Geometry):
     def retract(
         self, frame: StiefelFrame, coords: StiefelTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
-        g = per_member(scale, coords.vector.left)
-        # What is left of a gradient that is all but normal is rounding, and not tangent; scaled to
-        # a full step it would break the bound on the Gram matrix below.
-        moved = Pair(
-            *(
-                u + g * (xi - u @ sym(overlap))
-                for u, xi, overlap in zip(frame.point, coords.vector, coords.overlap, strict=True)
-            )
-        )
+        g = tall.per_member(scale, coords.vector.left)
         spread = gram_spread(options.reach)
-        if options.retraction == "qr":
-            new = Pair(*(linalg.positive_qr(x, spread) for x in moved))
-        else:
-            new = Pair(*(linalg.polar(x, spread)[0] for x in moved))
-        return Landing(new, None, None)
+        left, right = (
+            _landing(grams, g, options.retraction, spread) for grams in (coords.left, coords.right)
+        )
+        alive = left.norm.amax(1) + right.norm.amax(1) <= options.largest
+        (u, v), (x, y) = frame.point, coords.vector
+        new = Pair(
+            tall.move(u, left.change, x, left.share, alive),
+            tall.move(v, right.change, y, right.share, alive),
+        )
+        new, alive = finish(new, frame.point, alive, options.retraction, spread)
+        return Landing(new, None, alive, None)
 
 
-def weighted_square(frame: StiefelFrame, vector: Pair) -> Tensor:
-    """J Σ‖Ξ_Ui‖² + I Σ‖Ξ_Vj‖², (batch,)."""
-    return frame.j * linalg.squared_norm(vector.left, 3) + frame.i * linalg.squared_norm(
-        vector.right, 3
+class Columns(NamedTuple):
+    """Orthonormal columns U + U ``change`` + Ξ ``share``, (..., r, r), and their norm (...)."""
+
+    change: Tensor
+    share: Tensor
+    norm: Tensor
+
+
+def _landing(grams: Grams, g: Tensor, retraction: str, spread: float | None) -> Columns:
+    # What is left of a gradient that is all but normal is rounding, and not tangent; scaled to
+    # a full step it would break the bound on the Gram matrix below.
+    off = g * sym(grams.cross)
+    across = g * (grams.cross - off @ grams.cross)  # (U − U off)ᵀ γΞ
+    turned = grams.own - off @ grams.own
+    gram = turned - turned @ off + across + across.mT + g * g * grams.square
+    scaling, norm = orthonormal_scaling(gram, retraction, spread)
+    eye = linalg.identity_like(scaling)
+    return Columns(scaling - eye - off @ scaling, g * scaling, norm)
+
+
+def orthonormal_scaling(
+    gram: Tensor, retraction: str, spread: float | None
+) -> tuple[Tensor, Tensor]:
+    """What r×r makes columns with this Gram matrix (..., r, r) orthonormal, and their norm then.
+
+    Exactly so where ``spread``, a bound on its eigenvalues' distance from 1, is small, roughly
+    otherwise: see `finish`. The Gram matrix is that of the numbers actually stored, so errors of
+    the past are repaired here and orthonormality does not drift.
+    """
+    if retraction == "qr":
+        scaling = linalg.cholesky(gram).inverse.mT
+    else:
+        scaling = linalg.polar_scaling(gram, spread)
+    return scaling, linalg.squared_norm_weighted(scaling, gram).sqrt()
+
+
+def finish(
+    new: Pair, old: Pair, alive: Tensor, retraction: str, spread: float | None
+) -> tuple[Pair, Tensor]:
+    """A second pass over columns that `orthonormal_scaling` has brought near orthonormality.
+
+    Members (batch,) that are not ``alive``, or cannot be made orthonormal, stay where they were;
+    returned with the members that did move.
+    """
+    if linalg.is_small(spread):
+        return new, alive
+    scalings = []
+    for x in new:
+        gram = tall.overlap(x, x)
+        polar = retraction != "qr"
+        scaling = linalg.polish_scaling(gram) if polar else linalg.cholesky(gram).inverse.mT
+        alive = alive & scaling.isfinite().flatten(1).all(1)
+        scalings.append(scaling)
+    moved = (
+        torch.where(tall.per_member(alive, x), x @ scaling, before)
+        for x, scaling, before in zip(new, scalings, old, strict=True)
     )
+    return Pair(*moved), alive
+
+
+def weighted_square(frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
+    """J Σ‖Ξ_Ui‖² + I Σ‖Ξ_Vj‖², (batch,)."""
+    left, right = (linalg.trace(grams.square).sum(1) for grams in (coords.left, coords.right))
+    return frame.j * left + frame.i * right
 
 
 def vertical_part(frame: StiefelFrame, left: Tensor, right: Tensor) -> Tensor:

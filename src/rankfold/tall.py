@@ -1,0 +1,93 @@
+"""Products that run over the rows of tall factors (..., m, r). All else in a step is r×r.
+
+Few and wide on purpose: each reads its arguments once, so that on a GPU one kernel can serve it.
+Coefficients are (..., r, r) and broadcast over leading dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def overlap(x: Tensor, y: Tensor) -> Tensor:
+    """``xᵀ y``, (..., r, r)."""
+    return x.mT @ y
+
+
+def turned_gram(x: Tensor, turn: Tensor) -> Tensor:
+    """``CᵀC`` of ``C = x turn``, (..., r, r)."""
+    turned = x @ turn
+    return turned.mT @ turned
+
+
+def turned_square(x: Tensor, turn: Tensor) -> Tensor:
+    """``‖x turn‖²`` over the last two dimensions, (...)."""
+    return (x @ turn).square().flatten(-2).sum(-1)
+
+
+class TurnedGrams(NamedTuple):
+    """``AᵀC`` and ``CᵀC`` of ``C = T turn``, each (..., r, r)."""
+
+    cross: Tensor
+    square: Tensor
+
+
+def turned_grams(a: Tensor, t: Tensor, turn: Tensor) -> TurnedGrams:
+    """Overlap and Gram matrix of ``t turn``."""
+    turned = t @ turn
+    return TurnedGrams(a.mT @ turned, turned.mT @ turned)
+
+
+class Grams(NamedTuple):
+    """``UᵀU``, ``UᵀX`` and ``XᵀX``, each (..., r, r)."""
+
+    own: Tensor
+    cross: Tensor
+    square: Tensor
+
+
+def grams(u: Tensor, x: Tensor) -> Grams:
+    """All overlaps of two tall factors."""
+    return Grams(u.mT @ u, u.mT @ x, x.mT @ x)
+
+
+def subtract(t: Tensor, u: Tensor, coefficient: Tensor, weight: float = 1.0) -> Tensor:
+    """``weight t − u coefficient``."""
+    return _add_product(t, u, coefficient, beta=weight, alpha=-1.0)
+
+
+def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:
+    """``a c_a + t c_t``."""
+    return _add_product(a @ c_a, t, c_t)
+
+
+def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tensor:
+    """``a + a c_a + t c_t``, and ``a`` itself for members (batch,) that are not ``alive``."""
+    return choose(alive, _add_product(_add_product(a, a, c_a), t, c_t), a)
+
+
+def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
+    """``a + scale t`` with a ``scale`` (batch,), and ``a`` itself for members not ``alive``."""
+    return choose(alive, torch.addcmul(a, per_member(scale, t), t), a)
+
+
+def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """``yes`` for the members (batch,) of the mask, ``no`` for the others, to the last bit."""
+    return torch.where(per_member(mask, yes), yes, no)
+
+
+def per_member(scale: Tensor, like: Tensor) -> Tensor:
+    """(batch,) broadcast against ``like`` (batch, ...)."""
+    return scale.reshape(-1, *([1] * (like.dim() - 1)))
+
+
+def _add_product(
+    base: Tensor, x: Tensor, c: Tensor, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """``beta base + alpha x c``, without a tall intermediate."""
+    c = c.expand(*x.shape[:-2], *c.shape[-2:])
+    flat = (each.reshape(-1, *each.shape[-2:]) for each in (base, x, c))
+    return torch.baddbmm(*flat, beta=beta, alpha=alpha).view(base.shape)
