@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rankfold.bench.literal import literal_for
 from rankfold.geometries import GEOMETRIES, geometry_for
 
-from .literal import literal_for
 from .points import GRIDS, Case, options, product
 
 ALGORITHMS = [

@@ -1,7 +1,8 @@
 """The ten algorithms as Knight (2026) writes them in appendix A, with its slips corrected.
 
 Householder QR, SVD and eigendecompositions, momentum in the appendix's own coordinates: the slow
-form the library's products must agree with. Batched over (batch, I, m, r) and (batch, J, n, r).
+form the library's products must agree with, and are timed against. Batched over (batch, I, m, r)
+and (batch, J, n, r). Without momentum nothing is transported, and the state stays None.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankfold.geometries import Pair, StepOptions
-from rankfold.linalg import skew, sym
+from ..geometries import Pair, StepOptions
+from ..linalg import skew, sym
 
 State = Any
 
@@ -34,13 +35,17 @@ def middle(k: Tensor, r_x: Tensor, r_y: Tensor) -> Tensor:
 
 
 def orthogonal_polar(x: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns."""
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    return u @ vt
+    nearest: Tensor = u @ vt
+    return nearest
 
 
 def canonical_qr(x: Tensor) -> Tensor:
+    """The Q factor for an R with positive diagonal."""
     q, r = torch.linalg.qr(x)
-    return q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    signed: Tensor = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    return signed
 
 
 class LiteralEmbedded:
@@ -54,7 +59,7 @@ class LiteralEmbedded:
     ) -> tuple[Pair, State]:
         """One step; the state is (C_M, D_M, U, R_A, V, R_B)."""
         a, b, g_a, g_b = (x.flatten(1, 2) for x in (*point, *grad))
-        eye = torch.eye(a.shape[-1], dtype=a.dtype).expand(len(a), -1, -1)
+        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(len(a), -1, -1)
         if self.isometry:
             u, r_a, v, r_b = a, eye, b, eye
         else:
@@ -84,16 +89,18 @@ class LiteralEmbedded:
         r = k.shape[-1]
         u_r, v_r = left[..., :r], right.mT[..., :r]
         new_u, new_v = torch.cat([u, q_x], -1) @ u_r, torch.cat([v, q_y], -1) @ v_r
-        c_m = c @ v_r[:, :r] + u @ (r_y.mT @ v_r[:, r:])
-        d_m = d @ u_r[:, :r] + v @ (r_x.mT @ u_r[:, r:])
         root = torch.ones_like(sigma[:, :r]) if self.isometry else sigma[:, :r].sqrt()
-        if self.isometry:
-            overlap = sym(new_u.mT @ c_m)
-            c_m, d_m = c_m - new_u @ overlap, d_m - new_v @ overlap
         new = Pair(
             (new_u * root[:, None]).view_as(point.left),
             (new_v * root[:, None]).view_as(point.right),
         )
+        if not options.momentum:
+            return new, None
+        c_m = c @ v_r[:, :r] + u @ (r_y.mT @ v_r[:, r:])
+        d_m = d @ u_r[:, :r] + v @ (r_x.mT @ u_r[:, r:])
+        if self.isometry:
+            overlap = sym(new_u.mT @ c_m)
+            c_m, d_m = c_m - new_u @ overlap, d_m - new_v @ overlap
         return new, (c_m, d_m, new_u, new_v)
 
 
@@ -109,18 +116,21 @@ class LiteralQuotient:
         m_a = torch.cholesky_solve(g_a.mT, l_b).mT
         m_b = torch.cholesky_solve(g_b.mT, l_a).mT
         nu = options.momentum
-        old_a, old_b = state if state is not None else (torch.zeros_like(m_a), 0 * m_b)
-        m_a, m_b = nu * old_a + (1 - nu) * m_a, nu * old_b + (1 - nu) * m_b
+        if nu:
+            old_a, old_b = state if state is not None else (torch.zeros_like(m_a), 0 * m_b)
+            m_a, m_b = nu * old_a + (1 - nu) * m_a, nu * old_b + (1 - nu) * m_b
         if options.normalize == "spectral":
             norm = torch.linalg.matrix_norm(m_a @ b.mT + a @ m_b.mT, ord=2)
         else:
             norm = (frobenius_square(m_a @ l_b) + frobenius_square(m_b @ l_a)).sqrt()
         gamma = scale_of(norm if options.normalize else torch.ones_like(norm), options)
         a, b = a + gamma * m_a, b + gamma * m_b
+        new = Pair(a.view_as(point.left), b.view_as(point.right))
+        if not nu:
+            return new, None
         l_a, l_b = (torch.linalg.cholesky(x.mT @ x) for x in (a, b))
         shift = torch.cholesky_solve(a.mT @ m_a, l_a) - torch.cholesky_solve(b.mT @ m_b, l_b).mT
-        state = (m_a - a @ shift / 2, m_b + b @ shift.mT / 2)
-        return Pair(a.view_as(point.left), b.view_as(point.right)), state
+        return new, (m_a - a @ shift / 2, m_b + b @ shift.mT / 2)
 
 
 class LiteralStiefel:
@@ -149,7 +159,7 @@ class LiteralStiefel:
         i, j = u.shape[1], v.shape[1]
         omega, psi = u.mT @ m_u, v.mT @ m_v
         if spectral:
-            eye = torch.eye(u.shape[-1], dtype=u.dtype).expand(len(u), -1, -1)
+            eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device).expand(len(u), -1, -1)
             s_omega, s_psi = omega.sum(1), psi.sum(1)
             left = torch.cat([(m_u.mT @ m_u).sum(1), s_omega.mT], -1)
             left = torch.cat([left, torch.cat([s_omega, i * eye], -1)], -2)
@@ -157,7 +167,8 @@ class LiteralStiefel:
             right = torch.cat([right, torch.cat([s_psi.mT, (m_v.mT @ m_v).sum(1)], -1)], -2)
             values, vectors = torch.linalg.eigh(left)
             s = values.clamp_min(0).sqrt()[..., None] * vectors.mT
-            return torch.linalg.eigvalsh(s @ right @ s.mT)[..., -1].clamp_min(0).sqrt()
+            largest: Tensor = torch.linalg.eigvalsh(s @ right @ s.mT)[..., -1]
+            return largest.clamp_min(0).sqrt()
         total = j * frobenius_square(m_u) + i * frobenius_square(m_v)
         if self.name == "isometry-canonical":
             total = total - (j * frobenius_square(omega) + i * frobenius_square(psi)) / 2
@@ -169,13 +180,16 @@ class LiteralStiefel:
         self, point: Pair, grad: Pair, state: State, options: StepOptions
     ) -> tuple[Pair, State]:
         """One step; the state is the horizontal (M_U, M_V)."""
-        nu, riemannian = options.momentum, self.gradient(point, grad)
-        old = state if state is not None else Pair(*map(torch.zeros_like, riemannian))
-        m = Pair(*(nu * o + (1 - nu) * g for o, g in zip(old, riemannian, strict=True)))
+        nu, m = options.momentum, self.gradient(point, grad)
+        if nu:
+            old = state if state is not None else Pair(*map(torch.zeros_like, m))
+            m = Pair(*(nu * o + (1 - nu) * g for o, g in zip(old, m, strict=True)))
         norm = self.norm(point, m, options.normalize == "spectral")
         gamma = scale_of(norm if options.normalize else torch.ones_like(norm), options)
         retract = canonical_qr if options.retraction == "qr" else orthogonal_polar
         new = Pair(*(retract(p + gamma[:, None] * t) for p, t in zip(point, m, strict=True)))
+        if not nu:
+            return new, None
         t_u, t_v = (t - p @ sym(t.mT @ p) for p, t in zip(new, m, strict=True))
         i, j = new.left.shape[1], new.right.shape[1]
         total = j * (new.left.mT @ t_u).sum(1) + i * (new.right.mT @ t_v).sum(1)

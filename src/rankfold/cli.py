@@ -1,0 +1,155 @@
+"""The command line: ``rankfold bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        "the rankfold command needs typer and rich: pip install 'rankfold[bench]'"
+    ) from error
+
+from .bench import MOMENTA, PRESETS, Case, check_modes, default_modes, stacked_case
+from .bench import command as bench_command
+from .geometries import GEOMETRIES
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _rankfold() -> None:
+    """Riemannian optimization of rank-factored parameters W = A Bᵀ."""
+
+
+@app.command()
+def bench(
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(PRESETS)}; repeatable. Default: paper-mha."),
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="By hand: how many pairs or grids.")] = None,
+    rows: Annotated[int | None, typer.Option(help="By hand: rows of a left factor.")] = None,
+    columns: Annotated[
+        int | None, typer.Option(help="By hand: rows of a right factor. Default: --rows.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="By hand: columns of every factor.")] = None,
+    lefts: Annotated[int | None, typer.Option(help="By hand: left factors of a grid.")] = None,
+    rights: Annotated[int | None, typer.Option(help="By hand: right factors of a grid.")] = None,
+    device: Annotated[str | None, typer.Option(help="Default: cuda if there is one.")] = None,
+    geometry: Annotated[
+        list[str] | None, typer.Option(help="Repeatable. Default: all five.")
+    ] = None,
+    momentum: Annotated[
+        list[float] | None, typer.Option(help="Repeatable. Default: 0 and 0.9.")
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="eager, compiled or graph; repeatable. Default: eager; on CUDA graph."),
+    ] = None,
+    rivals: Annotated[
+        bool, typer.Option(help="Time Muon, geoopt and PEFT; AdamW is always there.")
+    ] = True,
+    literal: Annotated[
+        bool, typer.Option(help="Time the paper's own steps, by QR and SVD.")
+    ] = True,
+    whole_step: Annotated[
+        bool, typer.Option("--whole-step", help="Time the preset's whole training step as well.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats the median is over.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for CSV, PNG and JSON.")
+    ] = None,
+) -> None:
+    """Time the ten algorithms against their literal form and other optimizers."""
+    where = _device(device)
+    modes = mode or list(default_modes(where))
+    try:
+        check_modes(modes, where)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--mode") from None
+    for name in geometry or ():
+        if name not in GEOMETRIES:
+            known = ", ".join(GEOMETRIES)
+            raise typer.BadParameter(f"{name!r}; there are {known}", param_hint="--geometry")
+    for value in momentum or ():
+        if not 0 <= value < 1:
+            raise typer.BadParameter(f"{value} is not in [0, 1)", param_hint="--momentum")
+    by_hand = {
+        "--pairs": pairs,
+        "--rows": rows,
+        "--columns": columns,
+        "--rank": rank,
+        "--lefts": lefts,
+        "--rights": rights,
+    }
+    cases = _cases(preset, {name: size for name, size in by_hand.items() if size is not None})
+    if whole_step and not preset and any(size is not None for size in by_hand.values()):
+        raise typer.BadParameter("a whole step needs a --preset", param_hint="--whole-step")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    bench_command.bench(
+        cases,
+        where,
+        geometries=geometry or GEOMETRIES,
+        momenta=MOMENTA if momentum is None else momentum,
+        modes=modes,
+        literal=literal,
+        rivals=rivals,
+        repeats=repeats,
+        whole_step=whole_step,
+        output=output,
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here", param_hint="--device")
+    if device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{name!r} is neither cpu nor cuda", param_hint="--device")
+    return device
+
+
+def _cases(presets: list[str] | None, sizes: dict[str, int]) -> list[Case]:
+    """The presets, or the case whose sizes were given by hand."""
+    if not sizes:
+        for name in presets or ():
+            if name not in PRESETS:
+                known = ", ".join(PRESETS)
+                raise typer.BadParameter(f"{name!r}; there are {known}", param_hint="--preset")
+        return [PRESETS[name] for name in presets or ["paper-mha"]]
+    if presets:
+        given = " ".join(sizes)
+        raise typer.BadParameter(f"sizes are given by hand too: {given}", param_hint="--preset")
+    missing = [name for name in ("--pairs", "--rows", "--rank") if name not in sizes]
+    if missing:
+        raise typer.BadParameter(f"sizes by hand need {', '.join(missing)} as well")
+    try:
+        return [
+            stacked_case(
+                sizes["--pairs"],
+                sizes["--rows"],
+                sizes.get("--columns", sizes["--rows"]),
+                sizes["--rank"],
+                sizes.get("--lefts", 1),
+                sizes.get("--rights", 1),
+            )
+        ]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def main() -> None:
+    """The entry point of the command."""
+    app()
