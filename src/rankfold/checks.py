@@ -37,6 +37,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     if not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"norm_floor must be finite and positive, got {floor}")
+    if options["capturable"]:
+        if not isinstance(lr, Tensor):
+            raise ValueError(
+                "capturable=True needs lr as a 0-dim tensor on the parameters' device, "
+                "torch.tensor(lr, device=...): a graph would keep a float for ever"
+            )
+        if options["on_nonfinite"] == "raise":
+            raise ValueError("capturable=True cannot look at values, as on_nonfinite='raise' does")
     damping, trust = options["damping"], options["trust_region"]
     if not (math.isfinite(damping) and damping >= 0):
         raise ValueError(f"damping must be finite and not negative, got {damping}")

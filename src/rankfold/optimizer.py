@@ -55,6 +55,9 @@ class RiemannianSGD(Optimizer):
             retraction is certain to be well defined. None leaves steps alone.
         rank_floor: ``fixed-embedded`` only: keep the singular values of each product above this
             share, in [0, 1), of their root mean square. 0 lets them vanish.
+        capturable: make steps that a CUDA graph can record and ``torch.compile`` need not compile
+            again: ``lr`` must then be a 0-dim tensor on the parameters' device, and is read there.
+            Normalized steps of isometries are no longer than 0.5 in this mode.
         on_nonfinite: ``"skip"`` leaves members with a NaN or infinite step as they are and counts
             them; ``"raise"`` looks at the gradients first, which stops the device, and names them.
 
@@ -78,6 +81,7 @@ class RiemannianSGD(Optimizer):
         damping: float = 0.0,
         trust_region: float | None = None,
         rank_floor: float = 0.0,
+        capturable: bool = False,
         on_nonfinite: str = "skip",
     ) -> None:
         defaults: Group = {
@@ -92,6 +96,7 @@ class RiemannianSGD(Optimizer):
             "damping": damping,
             "trust_region": trust_region,
             "rank_floor": rank_floor,
+            "capturable": capturable,
             "on_nonfinite": on_nonfinite,
         }
         items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
@@ -228,6 +233,7 @@ class RiemannianSGD(Optimizer):
                 damping=group["damping"],
                 trust_region=group["trust_region"],
                 rank_floor=group["rank_floor"],
+                capturable=group["capturable"],
                 largest=stack.largest,
             )
             point, grad = stack.read(weights), stack.read(grads)

@@ -100,8 +100,10 @@ class Stack:
     def count(self, events: dict[str, Tensor]) -> None:
         """Add one for each member marked in ``(batch,)``, event by event, on the device."""
         for name, happened in events.items():
-            before = self.events.get(name)
-            self.events[name] = happened.long() if before is None else before + happened
+            if name in self.events:
+                self.events[name].add_(happened)  # in place: a recorded graph goes on counting
+            else:
+                self.events[name] = happened.long()
 
     def counts(self) -> dict[str, dict[str, int]]:
         """The counts as plain numbers, by member, zeros left out; synchronises."""

@@ -25,9 +25,17 @@ class Pair(NamedTuple):
     right: Tensor
 
 
+# The longest normalized step of an isometry in capturable mode. Its retraction runs a number of
+# iterations fixed beforehand, which serve any step up to this one.
+LONGEST_CAPTURED = 0.5
+
+
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step is told, besides tensors. ``lr`` is a float or a 0-dim tensor."""
+    """What a step is told, besides tensors. ``lr`` is a float or a 0-dim tensor.
+
+    A ``capturable`` step runs the same operations whatever the value of ``lr``, a tensor, is.
+    """
 
     lr: float | Tensor
     momentum: float
@@ -39,13 +47,16 @@ class StepOptions:
     damping: float = 0.0
     trust_region: float | None = None
     rank_floor: float = 0.0
+    capturable: bool = False
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
 
     @property
     def reach(self) -> float | None:
         """An upper bound on the length of the step, where the host knows one."""
-        if self.normalize is None or isinstance(self.lr, Tensor):
+        if self.normalize is None:
             return None
+        if isinstance(self.lr, Tensor):
+            return LONGEST_CAPTURED if self.capturable else None
         return self.lr
 
 
@@ -156,18 +167,25 @@ class Geometry(ABC):
             )
         coords = self.coordinates(frame, tangent)
         scale = tangent.left.new_full((tangent.left.shape[0],), 1.0 if options.maximize else -1.0)
-        scale = scale * options.lr
+        events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}
+        if self.isometry and options.capturable and options.normalize is not None:
+            lr = torch.as_tensor(options.lr)
+            events["clipped"] = (lr > LONGEST_CAPTURED).expand_as(scale)
+            scale = scale * lr.clamp(max=LONGEST_CAPTURED)
+        else:
+            scale = scale * options.lr
         if options.normalize is not None:
             norm = self.norm(frame, coords, options.normalize)
             # A finite gradient whose norm overflows would pass as a step of length zero.
             norm = torch.where(norm.isinf(), torch.nan, norm)
             scale = scale / norm.clamp_min(options.norm_floor)
-        events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}
         if options.trust_region is not None:
             limit = self.step_limit(frame, coords)
             if limit is not None:
                 limit = options.trust_region * limit
-                events["clipped"] = scale.abs() > limit
+                clipped = scale.abs() > limit
+                before = events.get("clipped")
+                events["clipped"] = clipped if before is None else clipped | before
                 scale = torch.minimum(torch.maximum(scale, -limit), limit)
         landing = self.retract(frame, coords, scale, options)
         events["unconverged"] = landing.unconverged
