@@ -34,7 +34,7 @@ def svd_polar(x: Tensor) -> Tensor:
 def test_orthonormal_frame_is_a_qr(dtype: torch.dtype, condition: float) -> None:
     values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), 6).double()
     factor = torch.stack([with_singular_values(values, 40, seed) for seed in range(3)])
-    frame = linalg.orthonormal_frame(factor.to(dtype))
+    frame, _ = linalg.orthonormal_frames(factor.to(dtype), factor.to(dtype))
     eps = torch.finfo(dtype).eps
     basis = factor.to(dtype) @ frame.inverse
     gram = basis.double().mT @ basis.double()
@@ -107,18 +107,21 @@ def assemble(left: Tensor, right: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(("t", "tolerance"), [(0.01, 1e-14), (0.1, 1e-13), (0.3, 1e-11)])
 def test_best_rank_core_is_the_truncated_svd(t: float, tolerance: float) -> None:
     core, x, y, _ = rank_problem(t, seed=11)
-    left, right, unconverged = linalg.best_rank_core(core, x.T @ x, y.T @ y)
+    left, right, inverse, unconverged = linalg.best_rank_core(
+        core, x.T @ x, y.T @ y, torch.linalg.inv(core)
+    )
     whole = torch.cat([torch.cat([core, y.T], 1), torch.cat([x, torch.zeros_like(core)], 1)])
     u, s, vt = torch.linalg.svd(whole)
     best = (u[:, :4] * s[:4]) @ vt[:4]
     assert torch.linalg.matrix_norm(assemble(left, right, x, y) - best) < tolerance * s[0]
     assert not unconverged
+    assert (inverse @ left - torch.eye(4)).abs().max() < 1e-13
 
 
 def test_best_rank_core_marks_what_did_not_converge() -> None:
     easy, hard = rank_problem(0.05, seed=12), rank_problem(40.0, seed=13)
     core, x, y = (torch.stack(pair) for pair in list(zip(easy, hard, strict=True))[:3])
-    left, right, unconverged = linalg.best_rank_core(core, x.mT @ x, y.mT @ y)
+    left, right, _, unconverged = linalg.best_rank_core(core, x.mT @ x, y.mT @ y, core)
     assert unconverged.tolist() == [False, True]
     # The last iterate is kept, and no iterate moves further than twice the step.
     moved = assemble(left[1], right[1], x[1], y[1])

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from . import tall
+from . import kernels, tall
 
 # Newton–Schulz steps where nothing is known of the spectrum. The small end of it grows 2.25-fold
 # a step before convergence turns quadratic, so 20 serve a condition number of about 2e5.
@@ -40,8 +40,13 @@ def identity_like(x: Tensor) -> Tensor:
     return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
-def inverse(x: Tensor) -> Tensor:
-    """Inverse of ``(..., r, r)``; a singular member comes out non-finite, no other is touched."""
+def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
+    """Inverse of ``(..., r, r)``; a singular member does not come out right, no other is touched.
+
+    A ``guess`` that is likely to be near it makes a kernel faster and changes nothing else.
+    """
+    if kernels.serve(x):
+        return kernels.small.inverse(x) if guess is None else kernels.refine.inverse(x, guess)
     result: Tensor = torch.linalg.inv_ex(x, check_errors=False).inverse
     return result
 
@@ -68,6 +73,8 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
     """
     if damping:
         gram = gram + damping * identity_like(gram)
+    if kernels.serve(gram):
+        return Cholesky(*kernels.small.cholesky_inverse(gram))
     lower, info = torch.linalg.cholesky_ex(gram, check_errors=False)
     eps, size = torch.finfo(gram.dtype).eps, gram.diagonal(dim1=-2, dim2=-1)
     pivots = lower.diagonal(dim1=-2, dim2=-1).square()
@@ -85,11 +92,15 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
     return Cholesky(lower, _triangular_inverse(lower), lifted)
 
 
-def cholesky_near_identity(gram: Tensor) -> Cholesky:
-    """The same for ``I`` plus something positive or small, (..., r, r): one plain try."""
+def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A root ``gram = root rootᵀ`` and its inverse, for ``I`` plus something positive or small.
+
+    Any root will do where this is used: the triangular one, or the symmetric one in a kernel.
+    """
+    if kernels.serve(gram):
+        return kernels.refine.root(gram)
     lower: Tensor = torch.linalg.cholesky_ex(gram, check_errors=False).L
-    lifted = torch.zeros(gram.shape[:-2], dtype=torch.bool, device=gram.device)
-    return Cholesky(lower, _triangular_inverse(lower), lifted)
+    return lower, _triangular_inverse(lower)
 
 
 def _triangular_inverse(lower: Tensor) -> Tensor:
@@ -121,31 +132,41 @@ class Frame(NamedTuple):
     lifted: Tensor
 
 
-def orthonormal_frame(factor: Tensor, damping: float = 0.0) -> Frame:
-    """QR of a factor ``(..., m, r)`` with a positive diagonal, by Cholesky of its Gram matrix.
+def cholesky_pair(left: Tensor, right: Tensor, damping: float) -> tuple[Cholesky, Cholesky]:
+    """`cholesky` of two stacks of one shape in one go: it takes hardly longer than one alone."""
+    both = cholesky(torch.stack((left, right)), damping)
+    one, other = (Cholesky(*parts) for parts in zip(*(x.unbind() for x in both), strict=True))
+    return one, other
+
+
+def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tuple[Frame, Frame]:
+    """QR of factors ``(batch, m, r)``, ``(batch, n, r)``, by Cholesky of their Gram matrices.
 
     Done twice: one pass leaves a defect of κ²ε, the second takes it to κε for any κ whose square
     the Cholesky factorization survives (about 4e3 in float32). Past that, and with a ``damping``
     of the Gram matrix, the basis has columns shorter than one: what the factor does not span
-    stays unspanned, and solves against it stay bounded.
+    stays unspanned, and solves against it stay bounded. Both sides go through the r×r work
+    together.
     """
-    lower, inverse_lower, lifted = cholesky(tall.overlap(factor, factor), damping)
+    grams = torch.stack((tall.gram(left), tall.gram(right)))
+    lower, inverse_lower, lifted = cholesky(grams, damping)
     triangle, turn = lower.mT, inverse_lower.mT
-    gram = tall.turned_gram(factor, turn)
-    if damping:
-        return Frame(triangle, turn, gram, lifted)
-    second = cholesky_near_identity(gram)
-    done = lifted[..., None, None]
-    # A lifted basis is short on purpose; a second pass would stretch its noise to length one.
-    return Frame(
-        torch.where(done, triangle, second.lower.mT @ triangle),
-        torch.where(done, turn, turn @ second.inverse.mT),
-        torch.where(done, gram, identity_like(gram)),
-        lifted,
+    gram = torch.stack([tall.turned_gram(x, c) for x, c in zip((left, right), turn, strict=True)])
+    if not damping:
+        root, inverse_root = root_near_identity(gram)
+        done = lifted[..., None, None]
+        # A lifted basis is short on purpose; a second pass would stretch its noise to length one.
+        triangle = torch.where(done, triangle, root.mT @ triangle)
+        turn = torch.where(done, turn, turn @ inverse_root.mT)
+        gram = torch.where(done, gram, identity_like(gram))
+    one, other = (
+        Frame(*parts)
+        for parts in zip(*(x.unbind() for x in (triangle, turn, gram, lifted)), strict=True)
     )
+    return one, other
 
 
-def _newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
+def newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
     """Steps until an eigenvalue ``spread`` away from 1 has reached 1 to working precision."""
     if not 0 <= spread < 1:
         raise ValueError(f"spread must be in [0, 1), got {spread}")
@@ -157,6 +178,8 @@ def _newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
 
 def _inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
+    if kernels.serve(gram):
+        return kernels.small.inverse_sqrt(gram, steps, scaled=False)
     three = 3 * identity_like(gram)
     half_step = (three - gram) / 2
     root, inverse_root = gram @ half_step, half_step
@@ -170,6 +193,8 @@ def _inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
 
 def _scaled_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """The same for any positive eigenvalues: scaled so that [1, row-sum bound] centres on 1."""
+    if kernels.serve(gram):
+        return kernels.small.inverse_sqrt(gram, steps, scaled=True)
     bound = gram.abs().sum(-1).amax(-1)[..., None, None].clamp_min(1)
     scale = 2 / (1 + bound)
     return _inverse_sqrt(gram * scale, steps) * scale.sqrt()
@@ -182,7 +207,7 @@ def polar_scaling(gram: Tensor, spread: float | None) -> Tensor:
     and then the result is orthonormal only roughly, to be finished by `polish_scaling`.
     """
     if is_small(spread):
-        return _inverse_sqrt(gram, _newton_schulz_steps(spread, gram.dtype))
+        return _inverse_sqrt(gram, newton_schulz_steps(spread, gram.dtype))
     return _scaled_inverse_sqrt(gram, _BLIND_STEPS)
 
 
@@ -206,35 +231,54 @@ class RankCore(NamedTuple):
     """Best rank-r approximation of ``U core Vᵀ + X Vᵀ + U Yᵀ`` in coefficients, each (..., r, r).
 
     It is ``(U left + X) overlap⁻¹ (V + Y right)ᵀ`` with ``overlap = I + rightᵀ YᵀY right``.
-    ``unconverged`` ``(...,)`` marks members whose last iteration still moved the subspace.
+    ``inverse`` is that of ``left``, and ``unconverged`` ``(...,)`` marks members whose last
+    iteration still moved the subspace.
     """
 
     left: Tensor
     right: Tensor
+    inverse: Tensor
     unconverged: Tensor
 
 
-def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor) -> RankCore:
+def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankCore:
     """Alternating least squares for the rank-r approximation, wholly in r×r coefficients.
 
     ``core`` is S + γK, ``xx`` and ``yy`` the Gram matrices of the orthogonal parts γX and γY, all
-    (..., r, r). Each half step keeps one side's coefficient of U (or V) at the identity, which
+    (..., r, r), and ``guess`` a matrix near the inverse of ``core`` for steps that are not too
+    long. Each half step keeps one side's coefficient of U (or V) at the identity, which
     in float32 costs κ of the core where normal equations would cost κ². The error falls by
     (σ_{r+1}/σ_r)² an iteration, from t³ at the start for a step of relative size t.
     """
-    iterations = 5 if core.dtype == torch.float64 else 3
+    iterations = rank_iterations(core.dtype)
+    if kernels.serve(core):
+        left, right, left_inverse, distances = kernels.refine.best_rank_core(
+            core, xx, yy, guess, iterations
+        )
+        return RankCore(left, right, left_inverse, still_moving(distances))
     moved = []
-    left = core
-    right = torch.zeros_like(core)
+    left, right = core, torch.zeros_like(core)
+    left_inverse = inverse(left)
     for _ in range(iterations):
-        previous, right = right, inverse(core.mT + xx @ inverse(left))
+        previous, right = right, inverse(core.mT + xx @ left_inverse)
         left = core + yy @ right
-        change = right - previous
-        moved.append(squared_norm_weighted(change, yy).sqrt())
-    last, before = moved[-1], moved[-2]
-    remaining = last * (last / before.clamp_min(torch.finfo(core.dtype).tiny)).clamp_max(1)
-    tolerance = torch.finfo(core.dtype).eps ** (2 / 3)
-    return RankCore(left, right, ~(remaining <= tolerance))
+        left_inverse = inverse(left)
+        moved.append(squared_norm_weighted(right - previous, yy).sqrt())
+    return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
+
+
+def rank_iterations(dtype: torch.dtype) -> int:
+    """How often `best_rank_core` iterates."""
+    return 5 if dtype == torch.float64 else 3
+
+
+def still_moving(distances: Tensor) -> Tensor:
+    """Which members (...) have not converged, by how far each iteration moved (..., iterations)."""
+    last, before = distances[..., -1], distances[..., -2]
+    finfo = torch.finfo(distances.dtype)
+    remaining = last * (last / before.clamp_min(finfo.tiny)).clamp_max(1)
+    converged: Tensor = remaining <= finfo.eps ** (2 / 3)
+    return ~converged
 
 
 def trace(x: Tensor) -> Tensor:

@@ -11,20 +11,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import kernels
+
 
 def overlap(x: Tensor, y: Tensor) -> Tensor:
     """``xᵀ y``, (..., r, r)."""
+    if kernels.serve(x, y):
+        return kernels.tall.sums(x, y, cross=True)[0]
     return x.mT @ y
+
+
+def gram(x: Tensor) -> Tensor:
+    """``xᵀ x``, (..., r, r)."""
+    if kernels.serve(x):
+        return kernels.tall.sums(x, None, own=True)[0]
+    return x.mT @ x
 
 
 def turned_gram(x: Tensor, turn: Tensor) -> Tensor:
     """``CᵀC`` of ``C = x turn``, (..., r, r)."""
+    if kernels.serve(x):
+        return kernels.tall.sums(None, x, turn, square=True)[0]
     turned = x @ turn
     return turned.mT @ turned
 
 
 def turned_square(x: Tensor, turn: Tensor) -> Tensor:
     """``‖x turn‖²`` over the last two dimensions, (...)."""
+    if kernels.serve(x):
+        return kernels.tall.sums(None, x, turn, norm=True)[0]
     return (x @ turn).square().flatten(-2).sum(-1)
 
 
@@ -37,6 +52,8 @@ class TurnedGrams(NamedTuple):
 
 def turned_grams(a: Tensor, t: Tensor, turn: Tensor) -> TurnedGrams:
     """Overlap and Gram matrix of ``t turn``."""
+    if kernels.serve(a, t):
+        return TurnedGrams(*kernels.tall.sums(a, t, turn, cross=True, square=True))
     turned = t @ turn
     return TurnedGrams(a.mT @ turned, turned.mT @ turned)
 
@@ -51,26 +68,36 @@ class Grams(NamedTuple):
 
 def grams(u: Tensor, x: Tensor) -> Grams:
     """All overlaps of two tall factors."""
+    if kernels.serve(u, x):
+        return Grams(*kernels.tall.sums(u, x, own=True, cross=True, square=True))
     return Grams(u.mT @ u, u.mT @ x, x.mT @ x)
 
 
 def subtract(t: Tensor, u: Tensor, coefficient: Tensor, weight: float = 1.0) -> Tensor:
     """``weight t − u coefficient``."""
+    if kernels.serve(t, u):
+        return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0)
     return _add_product(t, u, coefficient, beta=weight, alpha=-1.0)
 
 
 def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:
     """``a c_a + t c_t``."""
+    if kernels.serve(a, t):
+        return kernels.tall.combine(a, c_a, t, c_t)
     return _add_product(a @ c_a, t, c_t)
 
 
 def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tensor:
     """``a + a c_a + t c_t``, and ``a`` itself for members (batch,) that are not ``alive``."""
+    if kernels.serve(a, t):
+        return kernels.tall.combine(a, c_a, t, c_t, add_a=True, alive=alive)
     return choose(alive, _add_product(_add_product(a, a, c_a), t, c_t), a)
 
 
 def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
     """``a + scale t`` with a ``scale`` (batch,), and ``a`` itself for members not ``alive``."""
+    if kernels.serve(a, t):
+        return kernels.tall.step(a, t, scale, alive)
     return choose(alive, torch.addcmul(a, per_member(scale, t), t), a)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg, tall
+from .. import kernels, linalg, tall
 from ..linalg import Frame
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY
@@ -37,11 +37,7 @@ class FixedEmbedded(EmbeddedGeometry):
     retractions = ("svd", "orthographic")
 
     def frame(self, point: Pair, damping: float = 0.0) -> PairFrame:
-        return PairFrame(
-            point,
-            linalg.orthonormal_frame(flatten_blocks(point.left), damping),
-            linalg.orthonormal_frame(flatten_blocks(point.right), damping),
-        )
+        return PairFrame(point, *linalg.orthonormal_frames(*_flat(point), damping))
 
     def lifted(self, frame: PairFrame) -> Tensor:
         return frame.left.lifted | frame.right.lifted
@@ -70,7 +66,7 @@ class FixedEmbedded(EmbeddedGeometry):
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
-        left, right = (linalg.cholesky(tall.overlap(x, x)).inverse for x in frame.point)
+        left, right = (linalg.cholesky(tall.gram(x)).inverse for x in frame.point)
         blocks = linalg.norm_bound(right[:, None] @ left[:, :, None].mT)
         whole = linalg.norm_bound(frame.right.inverse.mT @ frame.left.inverse)
         return 1 / (blocks.amax((1, 2)) + whole) / self.spectral_norm(frame, coords)
@@ -78,17 +74,21 @@ class FixedEmbedded(EmbeddedGeometry):
     def retract(
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
+        svd = options.retraction == "svd" and not options.rank_floor
+        if svd and kernels.serve_whole(coords.k):
+            return self._retract_in_one(frame, coords, scale, options)
         g = tall.per_member(scale, coords.k)
         r_a, r_b = frame.left.triangle, frame.right.triangle
         eye = linalg.identity_like(r_a)
         core = r_a @ r_b.mT + g * coords.k
+        before = frame.right.inverse.mT @ frame.left.inverse  # of the core, without the step
         unconverged = None
         if options.retraction == "svd":
             xx, yy = g * g * coords.xx, g * g * coords.yy
-            p, f, unconverged = linalg.best_rank_core(core, xx, yy)
-            moved, q = g * coords.k + yy @ f, linalg.inverse(p)
+            p, f, q, unconverged = linalg.best_rank_core(core, xx, yy, before)
+            moved = g * coords.k + yy @ f
         else:
-            p, moved, q = core, g * coords.k, linalg.inverse(core)
+            p, moved, q = core, g * coords.k, linalg.inverse(core, before)
             f = q.mT
         # The new column spaces are those of U + γX Q and V + γY F, orthonormal after Z_A and Z_B.
         # Between them stands the new core: P Z_B for the best approximation, P Z_B⁻ᵀ for the
@@ -102,7 +102,7 @@ class FixedEmbedded(EmbeddedGeometry):
             change = change + _raise(r_a @ r_b.mT + change, options.rank_floor)
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
         share, long = _half_share(delta)
-        rest = (delta - share) @ linalg.inverse(eye + share)
+        rest = (delta - share) @ linalg.inverse(eye + share, eye)
         # After a long step, bring the ratio of the factors' sizes back to what it was.
         grown_a, grown_b = _stretch(r_a, r_a + r_a @ rest), _stretch(r_b, r_b + r_b @ share.mT)
         ratio = tall.per_member(torch.where(long, (grown_b / grown_a).sqrt(), 1), delta)
@@ -118,6 +118,25 @@ class FixedEmbedded(EmbeddedGeometry):
         right = coords.right.move(right_change, new.y, alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
         return Landing(point, new, alive, unconverged)
+
+    def _retract_in_one(
+        self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
+    ) -> Landing:
+        """The svd retraction with all of its r×r work in one kernel."""
+        new, to, distances, norm = kernels.retraction.fixed_embedded(
+            (frame.left.triangle, frame.right.triangle),
+            (frame.left.inverse, frame.right.inverse),
+            coords.k,
+            (coords.xx, coords.yy),
+            (coords.left.inner, coords.right.inner),
+            scale,
+            linalg.rank_iterations(scale.dtype),
+        )
+        alive = norm <= options.largest
+        left = tall.move(coords.left.a, to[0], coords.left.t, to[1], alive)
+        right = tall.move(coords.right.a, to[2], coords.right.t, to[3], alive)
+        point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
+        return Landing(point, NewCoefficients(*new), alive, linalg.still_moving(distances))
 
     def depart(self, frame: PairFrame, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=False)
@@ -164,7 +183,7 @@ def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
     depend on any of this.
     """
     eye = linalg.identity_like(delta)
-    root = (delta + delta @ linalg.inverse(eye + delta / 2)) / 4
+    root = (delta + delta @ linalg.inverse(eye + delta / 2, eye)) / 4
     long = ~(linalg.squared_norm(delta, 2) <= 0.25)
     return torch.where(tall.per_member(long, delta), 0, root), long
 
@@ -172,8 +191,8 @@ def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Z that makes U + X coefficient orthonormal, gram = XᵀX, and Z⁻¹ − I; all (batch, r, r)."""
     eye = linalg.identity_like(gram)
-    factor = linalg.cholesky_near_identity(eye + coefficient.mT @ gram @ coefficient)
-    return factor.inverse.mT, factor.lower.mT - eye
+    root, inverse_root = linalg.root_near_identity(eye + coefficient.mT @ gram @ coefficient)
+    return inverse_root.mT, root.mT - eye
 
 
 def _stretch(old: Tensor, new: Tensor) -> Tensor:

@@ -46,9 +46,8 @@ class FixedQuotient(Geometry):
 
     def frame(self, point: Pair, damping: float = 0.0) -> GramFrame:
         a, b = flatten_blocks(point.left), flatten_blocks(point.right)
-        left = linalg.cholesky(tall.overlap(a, a), damping)
-        right = linalg.cholesky(tall.overlap(b, b), damping)
-        return GramFrame(Pair(a, b), left, right)
+        grams = tall.gram(a), tall.gram(b)
+        return GramFrame(Pair(a, b), *linalg.cholesky_pair(*grams, damping))
 
     def lifted(self, frame: GramFrame) -> Tensor:
         return frame.left.lifted | frame.right.lifted
@@ -108,7 +107,7 @@ class FixedQuotient(Geometry):
         sizes = []
         for stacked, xi in zip(frame.point, coords.vector, strict=True):
             blocks = stacked.view_as(xi)
-            lower = linalg.cholesky(tall.overlap(blocks, blocks)).inverse
+            lower = linalg.cholesky(tall.gram(blocks)).inverse
             sizes.append(linalg.norm_bound(lower.mT @ (lower @ tall.overlap(blocks, xi))).amax(1))
         return 1 / torch.maximum(*sizes)
 

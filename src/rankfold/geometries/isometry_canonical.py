@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg
-from ..linalg import skew
-from .base import Pair
-from .stiefel import StiefelFrame, StiefelGeometry, StiefelTangent, vertical_part, weighted_square
+from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
 
 
 class IsometryCanonical(StiefelGeometry):
@@ -24,10 +22,8 @@ class IsometryCanonical(StiefelGeometry):
 
     name = "isometry-canonical"
 
-    def corrections(self, frame: StiefelFrame, overlap: Pair) -> Pair:
-        left, right = overlap.left / frame.j, overlap.right / frame.i
-        vertical = vertical_part(frame, 2 * skew(left), 2 * skew(right))
-        return Pair(left.mT + vertical, right.mT + vertical)
+    def correction(self, i: int, j: int) -> Correction:
+        return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         inner = frame.j * linalg.squared_norm(coords.left.cross, 3)

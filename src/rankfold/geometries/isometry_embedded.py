@@ -16,11 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import linalg, tall
+from .. import kernels, linalg, tall
 from ..linalg import skew
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY
 from .stiefel import (
+    Correction,
     StiefelFrame,
     StiefelGeometry,
     StiefelTangent,
@@ -52,13 +53,15 @@ class IsometryEmbedded(EmbeddedGeometry):
     def retract(
         self, frame: Pair, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
+        spread = _gram_spread(options.reach)
+        if linalg.is_small(spread) and kernels.serve_whole(coords.k):
+            return self._retract_in_one(coords, scale, options)
         g = tall.per_member(scale, coords.k)
         eye = linalg.identity_like(coords.k)
         xx, yy = g * g * coords.xx, g * g * coords.yy
-        p, f, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy)
+        p, f, _, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy, eye)
         # The rank-r approximation is (U P + γX) N⁻¹ (V + γY F)ᵀ. Multiplying by orthonormal V'ᵀ
         # on the right does not change a polar factor, so two polar factors of tall matrices do.
-        spread = _gram_spread(options.reach)
         gram = coords.right.own + f.mT @ (yy - _rest(coords.right, g)) @ f
         v_scale, v_norm = orthonormal_scaling(gram, "polar", spread)
         inner = p.mT @ coords.left.own @ p + xx - _rest(coords.left, g)
@@ -73,6 +76,23 @@ class IsometryEmbedded(EmbeddedGeometry):
         )
         (left, right), alive = finish(point, frame, alive, "polar", spread)
         return Landing(Pair(left[:, None], right[:, None]), new, alive, unconverged)
+
+    def _retract_in_one(self, coords: TangentXKY, scale: Tensor, options: StepOptions) -> Landing:
+        """The retraction with all of its r×r work in one kernel."""
+        new, to, distances, norm = kernels.retraction.isometry_embedded(
+            coords.k,
+            (coords.xx, coords.yy),
+            (coords.left.own, coords.right.own),
+            (coords.left.inner, coords.right.inner),
+            scale,
+            linalg.rank_iterations(scale.dtype),
+        )
+        alive = norm <= options.largest
+        coefficients = NewCoefficients(*new)
+        left = tall.move(coords.left.a, to[0], coords.left.t, coefficients.x, alive)
+        right = tall.move(coords.right.a, to[1], coords.right.t, coefficients.y, alive)
+        point = Pair(left[:, None], right[:, None])
+        return Landing(point, coefficients, alive, linalg.still_moving(distances))
 
     def depart(self, frame: Pair, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=True)
@@ -103,17 +123,11 @@ class IsometryEmbeddedGrid(StiefelGeometry):
 
     name = "isometry-embedded"
 
-    def corrections(self, frame: StiefelFrame, overlap: Pair) -> Pair:
-        i, j = frame.i, frame.j
-        alpha, beta = skew(overlap.left), -skew(overlap.right)
-        sum_alpha, sum_beta = alpha.sum(1, keepdim=True), beta.sum(1, keepdim=True)
-        # The two sums are one matrix for a loss of the products. Where they differ, the nearest
-        # consistent blocks are found by spreading the difference evenly over all factors.
-        excess = (sum_alpha - sum_beta) / (i + j)
-        gamma = (j * sum_alpha + i * sum_beta) / (i + j)
-        omega = (alpha - excess) / j - gamma / (2 * i * j)
-        psi = gamma / (2 * i * j) - (beta + excess) / i
-        return Pair(overlap.left / j - omega, overlap.right / i - psi)
+    def correction(self, i: int, j: int) -> Correction:
+        # Σ skew U_iᵀG_Ui and −Σ skew V_jᵀG_Vj are one matrix for a loss of the products. Where they
+        # differ, the nearest consistent blocks spread the difference evenly over all factors.
+        half = 1 / (2 * j * (i + j))
+        return Correction(1 / j, 0.0, 2 * half + 1 / (2 * i * (i + j)), half)
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         # ‖Ξ_ij‖² = ‖X_i‖² + ‖Y_j‖² + ‖Ω_i − Ψ_j‖², summed over the grid.

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..linalg import skew, sym
-from .base import Pair
-from .stiefel import StiefelFrame, StiefelGeometry, StiefelTangent, vertical_part, weighted_square
+from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
 
 
 class IsometryQuotient(StiefelGeometry):
@@ -21,10 +19,8 @@ class IsometryQuotient(StiefelGeometry):
 
     name = "isometry-quotient"
 
-    def corrections(self, frame: StiefelFrame, overlap: Pair) -> Pair:
-        left, right = overlap.left / frame.j, overlap.right / frame.i
-        vertical = vertical_part(frame, skew(left), skew(right))
-        return Pair(sym(left) + vertical, sym(right) + vertical)
+    def correction(self, i: int, j: int) -> Correction:
+        return Correction(1 / j, 0.0, 1 / (2 * i * j), 1 / (2 * i * j))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return torch.sqrt(weighted_square(frame, coords))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg, tall
+from .. import kernels, linalg, tall
 from ..linalg import skew, sym
 from ..tall import Grams
 from .base import Geometry, Landing, Pair, StepOptions
@@ -39,6 +39,19 @@ class StiefelTangent(NamedTuple):
     right: Grams
 
 
+class Correction(NamedTuple):
+    """κ of one block as a sum of parts of the overlaps Uᵀ G, each with a number in front of it.
+
+    The symmetric and the skew part of the block's own overlap, and the sums of the skew parts over
+    all blocks of its own side and over those of the other side.
+    """
+
+    symmetric: float
+    skew: float
+    own_side: float
+    other_side: float
+
+
 class StiefelGeometry(Geometry):
     """A metric on products of Stiefel factors; subclasses give the gradient and the norm.
 
@@ -50,8 +63,13 @@ class StiefelGeometry(Geometry):
     retractions = ("polar", "qr")
 
     @abstractmethod
+    def correction(self, i: int, j: int) -> Correction:
+        """κ_i for a factor among i on its own side and j on the other one."""
+
     def corrections(self, frame: StiefelFrame, overlap: Pair) -> Pair:
         """κ_i and κ_j (batch, blocks, r, r) from U_iᵀG_Ui and V_jᵀG_Vj."""
+        i, j = frame.i, frame.j
+        return _apply(overlap, self.correction(i, j), self.correction(j, i))
 
     def frame(self, point: Pair, damping: float = 0.0) -> StiefelFrame:
         return StiefelFrame(point, point.left.shape[1], point.right.shape[1])
@@ -67,11 +85,15 @@ class StiefelGeometry(Geometry):
 
     def arrive(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         u, v = frame.point
-        left, right = tall.overlap(u, momentum.left), tall.overlap(v, momentum.right)
-        vertical = vertical_part(frame, skew(left), skew(right))
+        overlaps = Pair(tall.overlap(u, momentum.left), tall.overlap(v, momentum.right))
+        left, right = (
+            Correction(1.0, 0.0, 1 / (2 * own), 1 / (2 * other))
+            for own, other in ((frame.i, frame.j), (frame.j, frame.i))
+        )
+        kappa = _apply(overlaps, left, right)
         return Pair(
-            tall.subtract(momentum.left, u, sym(left) + vertical),
-            tall.subtract(momentum.right, v, sym(right) + vertical),
+            tall.subtract(momentum.left, u, kappa.left),
+            tall.subtract(momentum.right, v, kappa.right),
         )
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
@@ -92,10 +114,10 @@ class StiefelGeometry(Geometry):
     def retract(
         self, frame: StiefelFrame, coords: StiefelTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
-        g = tall.per_member(scale, coords.vector.left)
         spread = gram_spread(options.reach)
         left, right = (
-            _landing(grams, g, options.retraction, spread) for grams in (coords.left, coords.right)
+            _landing(grams, scale, options.retraction, spread)
+            for grams in (coords.left, coords.right)
         )
         alive = left.norm.amax(1) + right.norm.amax(1) <= options.largest
         (u, v), (x, y) = frame.point, coords.vector
@@ -115,7 +137,25 @@ class Columns(NamedTuple):
     norm: Tensor
 
 
-def _landing(grams: Grams, g: Tensor, retraction: str, spread: float | None) -> Columns:
+def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
+    if kernels.serve(overlap.left, overlap.right):
+        return Pair(*kernels.stiefel.corrections(*overlap, left, right))
+    skews = [skew(x) for x in overlap]
+    totals = [x.sum(1, keepdim=True) for x in skews]
+    made = (
+        c.symmetric * sym(x) + c.skew * s + (c.own_side * own + c.other_side * other)
+        for c, x, s, own, other in zip(
+            (left, right), overlap, skews, totals, reversed(totals), strict=True
+        )
+    )
+    return Pair(*made)
+
+
+def _landing(grams: Grams, scale: Tensor, retraction: str, spread: float | None) -> Columns:
+    if retraction == "polar" and linalg.is_small(spread) and kernels.serve(grams.own):
+        steps = linalg.newton_schulz_steps(spread, scale.dtype)
+        return Columns(*kernels.stiefel.landing(*grams, scale, steps))
+    g = tall.per_member(scale, grams.own)
     # What is left of a gradient that is all but normal is rounding, and not tangent; scaled to
     # a full step it would break the bound on the Gram matrix below.
     off = g * sym(grams.cross)
@@ -155,7 +195,7 @@ def finish(
         return new, alive
     scalings = []
     for x in new:
-        gram = tall.overlap(x, x)
+        gram = tall.gram(x)
         polar = retraction != "qr"
         scaling = linalg.polish_scaling(gram) if polar else linalg.cholesky(gram).inverse.mT
         alive = alive & scaling.isfinite().flatten(1).all(1)
@@ -169,15 +209,11 @@ def finish(
 
 def weighted_square(frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
     """J Σ‖Ξ_Ui‖² + I Σ‖Ξ_Vj‖², (batch,)."""
-    left, right = (linalg.trace(grams.square).sum(1) for grams in (coords.left, coords.right))
+    left, right = (
+        grams.square.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
+        for grams in (coords.left, coords.right)
+    )
     return frame.j * left + frame.i * right
-
-
-def vertical_part(frame: StiefelFrame, left: Tensor, right: Tensor) -> Tensor:
-    """The rotation all factors share, (batch, 1, r, r), from their skew overlaps."""
-    i, j = frame.i, frame.j
-    total = j * left.sum(1, keepdim=True) + i * right.sum(1, keepdim=True)
-    return total / (2 * i * j)
 
 
 def gram_spread(reach: float | None) -> float | None:

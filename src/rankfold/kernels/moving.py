@@ -1,0 +1,182 @@
+"""Triton kernels that copy blocks between scattered tensors and one contiguous float32 stack.
+
+One program moves one tile of one block. Where a block lies is read from a table on the device, so
+one launch serves any number of tensors. A tile is read and written along whichever of its two
+dimensions is contiguous in memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+_TILE = 4096  # elements a program moves
+
+
+class Table(NamedTuple):
+    """Where blocks of ``height × rank`` lie, all of one dtype.
+
+    ``entries`` (blocks, 3) int64, on their device: the address of the first element, and the
+    elements from one row, and from one column, to the next. ``aligned`` promises that addresses,
+    and strides other than 1, are multiples of 16 bytes.
+    """
+
+    entries: Tensor
+    dtype: torch.dtype
+    height: int
+    rank: int
+    aligned: bool
+
+    def cut(self, start: int, stop: int) -> Table:
+        """Only the blocks from ``start`` up to ``stop``."""
+        return self._replace(entries=self.entries[start:stop])
+
+
+@triton.jit
+def _load(
+    entries_ptr, block, start, m, r,
+    ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Rows from ``start`` on of one block, as float32."""
+    lanes: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    base = tl.load(entries_ptr + 3 * block).to(tl.pointer_type(DTYPE))
+    down = tl.load(entries_ptr + 3 * block + 1)
+    across = tl.load(entries_ptr + 3 * block + 2)
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    rows = start + tl.arange(0, ROWS)
+    cols = tl.arange(0, R)
+    upright = (rows[:, None] < m) & (cols[None, :] < r)
+    turned = (cols[:, None] < r) & (rows[None, :] < m)
+    # A stride of 1 is left out rather than multiplied by, for the compiler to see it.
+    if across == 1:
+        if ALIGNED:
+            down = tl.multiple_of(down, lanes)
+        tile = tl.load(base + rows[:, None] * down + cols[None, :], mask=upright, other=0.0)
+    elif down == 1:
+        if ALIGNED:
+            across = tl.multiple_of(across, lanes)
+        lying = tl.load(base + cols[:, None] * across + rows[None, :], mask=turned, other=0.0)
+        tile = tl.trans(lying)
+    else:
+        place = rows[:, None] * down + cols[None, :] * across
+        tile = tl.load(base + place, mask=upright, other=0.0)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _store(
+    entries_ptr, tile, block, start, m, r,
+    ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `_load`, rounding to ``DTYPE``."""
+    lanes: tl.constexpr = 128 // DTYPE.primitive_bitwidth
+    base = tl.load(entries_ptr + 3 * block).to(tl.pointer_type(DTYPE))
+    down = tl.load(entries_ptr + 3 * block + 1)
+    across = tl.load(entries_ptr + 3 * block + 2)
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    rows = start + tl.arange(0, ROWS)
+    cols = tl.arange(0, R)
+    upright = (rows[:, None] < m) & (cols[None, :] < r)
+    turned = (cols[:, None] < r) & (rows[None, :] < m)
+    rounded = tile.to(DTYPE)
+    if across == 1:
+        if ALIGNED:
+            down = tl.multiple_of(down, lanes)
+        tl.store(base + rows[:, None] * down + cols[None, :], rounded, mask=upright)
+    elif down == 1:
+        if ALIGNED:
+            across = tl.multiple_of(across, lanes)
+        place = cols[:, None] * across + rows[None, :]
+        tl.store(base + place, tl.trans(rounded), mask=turned)
+    else:
+        tl.store(base + rows[:, None] * down + cols[None, :] * across, rounded, mask=upright)
+
+
+@triton.jit
+def _gather_kernel(
+    entries_ptr, masters_ptr, out_ptr, m, r, parts,
+    ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    MASTERED: tl.constexpr,
+):  # fmt: skip
+    """Blocks into a contiguous stack; a master wins over what it still rounds to."""
+    block = (tl.program_id(0) // parts).to(tl.int64)
+    start = (tl.program_id(0) % parts) * ROWS
+    tile = _load(entries_ptr, block, start, m, r, ROWS, R, DTYPE, ALIGNED)
+    if MASTERED:
+        master = _load(masters_ptr, block, start, m, r, ROWS, R, tl.float32, ALIGNED)
+        tile = tl.where(master.to(DTYPE).to(tl.float32) == tile, master, tile)
+    rows = start + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    tl.store(out_ptr + (block * m + rows) * r + cols, tile, mask=(rows < m) & (cols < r))
+
+
+@triton.jit
+def _scatter_kernel(
+    entries_ptr, masters_ptr, values_ptr, m, r, parts,
+    ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    MASTERED: tl.constexpr,
+):  # fmt: skip
+    """A contiguous stack into blocks, and unrounded into their masters."""
+    block = (tl.program_id(0) // parts).to(tl.int64)
+    start = (tl.program_id(0) % parts) * ROWS
+    rows = start + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    place = values_ptr + (block * m + rows) * r + cols
+    tile = tl.load(place, mask=(rows < m) & (cols < r), other=0.0)
+    _store(entries_ptr, tile, block, start, m, r, ROWS, R, DTYPE, ALIGNED)
+    if MASTERED:
+        _store(masters_ptr, tile, block, start, m, r, ROWS, R, tl.float32, ALIGNED)
+
+
+def _launch(kernel: object, table: Table, masters: Table | None, stack: Tensor) -> None:
+    blocks, m, r = stack.shape
+    assert blocks == len(table.entries)
+    assert (m, r) == (table.height, table.rank)
+    assert masters is None or (
+        masters.dtype == torch.float32 and masters.entries.shape == table.entries.shape
+    )
+    if not blocks:
+        return
+    padded = triton.next_power_of_2(r)
+    rows = min(max(64, _TILE // padded), triton.next_power_of_2(m))
+    parts = triton.cdiv(m, rows)
+    with torch.cuda.device_of(stack):
+        kernel[(blocks * parts,)](  # type: ignore[index]
+            table.entries, table.entries if masters is None else masters.entries, stack,
+            m, r, parts,
+            ROWS=rows, R=padded, DTYPE=_DTYPES[table.dtype],
+            ALIGNED=table.aligned and (masters is None or masters.aligned),
+            MASTERED=masters is not None, num_warps=4,
+        )  # fmt: skip
+
+
+def gather(table: Table, masters: Table | None = None) -> Tensor:
+    """The blocks of ``table``, (blocks, height, rank), contiguous and in float32.
+
+    With ``masters``, of the same blocks in float32: an element is the master's where that rounds
+    to what ``table`` holds.
+    """
+    shape = (len(table.entries), table.height, table.rank)
+    out = torch.empty(shape, dtype=torch.float32, device=table.entries.device)
+    _launch(_gather_kernel, table, masters, out)
+    return out
+
+
+def scatter(table: Table, values: Tensor, masters: Table | None = None) -> None:
+    """Write float32 ``values`` (blocks, height, rank) over the blocks of ``table``, rounding.
+
+    Over those of ``masters`` as well, where given. Nothing tells autograd of it.
+    """
+    assert values.dtype == torch.float32
+    _launch(_scatter_kernel, table, masters, values.contiguous())

@@ -1,0 +1,185 @@
+"""Triton kernels that invert r×r float32 matrices by products alone, starting from a good guess.
+
+Elimination is a chain of r dependent steps; a product of two r×r matrices is one instruction
+stream. In a step on the fixed-rank manifold nearly every inverse has a neighbour that is known
+already, and a few products take that the rest of the way. How many is decided in the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def dot(x, y, P: tl.constexpr):
+    """x y, in the precision P."""
+    return tl.dot(x, y, input_precision=P)
+
+
+@triton.jit
+def total(x):
+    """The sum of a matrix."""
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def invert(m, guess, eye, P: tl.constexpr):
+    """m⁻¹ by Newton's iteration X ← X (2I − m X), which squares the error I − m X every time."""
+    x = guess
+    error = eye - dot(m, x, P)
+    size = total(error * error)
+    if (size < 0.5) == 0:
+        # Too far off, or not a number: the start that converges for any matrix, if slowly.
+        rows = tl.max(tl.sum(tl.abs(m), 1), 0)
+        x = tl.trans(m) / (rows * tl.max(tl.sum(tl.abs(m), 0), 0))
+        error = eye - dot(m, x, P)
+        size = total(error * error)
+    steps = 0
+    # Two steps from an error of 1e-3 are exact to rounding.
+    final = 2
+    while (steps < 64) & (final > 0):
+        if size < 1e-6:
+            final -= 1
+        x += dot(x, error, P)
+        error = eye - dot(m, x, P)
+        size = total(error * error)
+        steps += 1
+    return x
+
+
+@triton.jit
+def _inverse_kernel(m_ptr, guess_ptr, out_ptr, r, R: tl.constexpr, PRECISION: tl.constexpr):
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    inside = (rows < r) & (cols < r)
+    eye = (rows == cols).to(tl.float32)
+    place = tl.program_id(0).to(tl.int64) * r * r + rows * r + cols
+    m = tl.load(m_ptr + place, mask=inside, other=eye)
+    guess = tl.load(guess_ptr + place, mask=inside, other=eye)
+    tl.store(out_ptr + place, invert(m, guess, eye, PRECISION), mask=inside)
+
+
+@triton.jit
+def best_rank(core, xx, yy, guess, eye, moved_ptr, ITERATIONS: tl.constexpr, P: tl.constexpr):
+    """Alternating least squares, each inverse from the one of the half step before."""
+    inverse = invert(core, guess, eye, P)
+    right = tl.zeros_like(core)
+    left = core
+    for k in tl.static_range(ITERATIONS):
+        normal = tl.trans(core) + dot(xx, inverse, P)
+        change = -right
+        right = invert(normal, tl.trans(inverse), eye, P)
+        change += right
+        # What pads a matrix has no weight in yy.
+        weighted = total(change * dot(yy, change, P))
+        tl.store(moved_ptr + k, tl.sqrt(tl.maximum(weighted, 0.0)))
+        left = core + dot(yy, right, P)
+        inverse = invert(left, inverse, eye, P)
+    return left, right, inverse
+
+
+@triton.jit
+def roots(m, eye, P: tl.constexpr):
+    """m^(1/2) and m^(-1/2) by coupled Newton–Schulz products."""
+    bound = tl.max(tl.sum(tl.abs(m), 1), 0)
+    # Eigenvalues must lie below 3; close to 1 they are best left alone.
+    scale = tl.where(bound < 2.5, 1.0, 2.0 / (1.0 + bound))
+    root = m * scale
+    inverse = eye
+    steps = 0
+    final = 2
+    while (steps < 40) & (final > 0):
+        error = eye - dot(inverse, root, P)
+        if total(error * error) < 1e-6:
+            final -= 1
+        half = eye + 0.5 * error
+        root = dot(root, half, P)
+        inverse = dot(half, inverse, P)
+        steps += 1
+    return root / tl.sqrt(scale), inverse * tl.sqrt(scale)
+
+
+@triton.jit
+def _best_rank_kernel(
+    core_ptr, xx_ptr, yy_ptr, guess_ptr, left_ptr, right_ptr, inverse_ptr, moved_ptr,
+    r, R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    inside = (rows < r) & (cols < r)
+    eye = (rows == cols).to(tl.float32)
+    member = tl.program_id(0).to(tl.int64)
+    place = member * r * r + rows * r + cols
+    core = tl.load(core_ptr + place, mask=inside, other=eye)
+    xx = tl.load(xx_ptr + place, mask=inside, other=0.0)
+    yy = tl.load(yy_ptr + place, mask=inside, other=0.0)
+    guess = tl.load(guess_ptr + place, mask=inside, other=eye)
+    moved_ptr += member * ITERATIONS
+    left, right, inverse = best_rank(core, xx, yy, guess, eye, moved_ptr, ITERATIONS, PRECISION)
+    tl.store(left_ptr + place, left, mask=inside)
+    tl.store(right_ptr + place, right, mask=inside)
+    tl.store(inverse_ptr + place, inverse, mask=inside)
+
+
+@triton.jit
+def _root_kernel(m_ptr, root_ptr, inverse_ptr, r, R: tl.constexpr, PRECISION: tl.constexpr):
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    inside = (rows < r) & (cols < r)
+    eye = (rows == cols).to(tl.float32)
+    place = tl.program_id(0).to(tl.int64) * r * r + rows * r + cols
+    m = tl.load(m_ptr + place, mask=inside, other=eye)
+    root, inverse = roots(m, eye, PRECISION)
+    tl.store(root_ptr + place, root, mask=inside)
+    tl.store(inverse_ptr + place, inverse, mask=inside)
+
+
+def launch(r: int, *, split: bool = False) -> dict[str, int | str]:
+    """How a kernel of one program a matrix is launched for matrices r×r.
+
+    ``split`` allows products of split operands on tensor cores, for iterations that correct
+    themselves; matrices above 64×64 leave no room for them in shared memory.
+    """
+    padded = max(16, int(triton.next_power_of_2(r)))
+    precision = "tf32x3" if split and padded <= 64 else "ieee"
+    return {"R": padded, "PRECISION": precision, "num_warps": 4 if padded <= 64 else 16}
+
+
+def inverse(x: Tensor, guess: Tensor) -> Tensor:
+    """Inverses of ``x`` (..., r, r) from a ``guess`` that need not be good, only usually is."""
+    x = x.contiguous()
+    guess = guess.expand_as(x).contiguous()
+    out = torch.empty_like(x)
+    r = x.shape[-1]
+    _inverse_kernel[(x.shape[:-2].numel(),)](x, guess, out, r, **launch(r, split=True))
+    return out
+
+
+def root(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric roots and inverse roots of positive definite ``x`` (..., r, r)."""
+    x = x.contiguous()
+    made = torch.empty_like(x), torch.empty_like(x)
+    r = x.shape[-1]
+    _root_kernel[(x.shape[:-2].numel(),)](x, *made, r, **launch(r))
+    return made
+
+
+def best_rank_core(
+    core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``left``, ``right`` and ``left⁻¹`` (batch, r, r), and how far each iteration moved.
+
+    As in `rankfold.linalg.best_rank_core`; ``guess`` is near the inverse of ``core``.
+    """
+    core, xx, yy = (x.contiguous() for x in (core, xx, yy))
+    guess = guess.expand_as(core).contiguous()
+    made = [torch.empty_like(core) for _ in range(3)]
+    moved = core.new_empty(*core.shape[:-2], iterations)
+    r = core.shape[-1]
+    _best_rank_kernel[(core.shape[:-2].numel(),)](
+        core, xx, yy, guess, *made, moved, r, ITERATIONS=iterations, **launch(r, split=True)
+    )
+    return made[0], made[1], made[2], moved

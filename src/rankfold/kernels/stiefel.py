@@ -1,0 +1,120 @@
+"""Triton kernels for the r×r part of a step on orthonormal factors, float32, r up to 128."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .refine import launch
+
+
+@triton.jit
+def _skew(x):
+    return 0.5 * (x - tl.trans(x))
+
+
+@triton.jit
+def _skew_total(source, blocks, square, inside, r, R: tl.constexpr):
+    total = tl.zeros((R, R), tl.float32)
+    for k in range(blocks):
+        total += tl.load(source + k * r * r + square, mask=inside, other=0.0)
+    return _skew(total)
+
+
+@triton.jit
+def _corrections_kernel(
+    left_ptr, right_ptr, left_out, right_out, i, j, r,
+    l_sym, l_skew, l_own, l_other, r_sym, r_skew, r_own, r_other,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program a member: totals over its blocks first, then every block's correction."""
+    member = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    square = rows * r + cols
+    inside = (rows < r) & (cols < r)
+    left_ptr += member * i * r * r
+    left_out += member * i * r * r
+    right_ptr += member * j * r * r
+    right_out += member * j * r * r
+    left = _skew_total(left_ptr, i, square, inside, r, R)
+    right = _skew_total(right_ptr, j, square, inside, r, R)
+    common = left * l_own + right * l_other
+    for k in range(i):
+        x = tl.load(left_ptr + k * r * r + square, mask=inside, other=0.0)
+        out = (x - _skew(x)) * l_sym + _skew(x) * l_skew + common
+        tl.store(left_out + k * r * r + square, out.to(tl.float32), mask=inside)
+    common = right * r_own + left * r_other
+    for k in range(j):
+        x = tl.load(right_ptr + k * r * r + square, mask=inside, other=0.0)
+        out = (x - _skew(x)) * r_sym + _skew(x) * r_skew + common
+        tl.store(right_out + k * r * r + square, out.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _landing_kernel(
+    own_ptr, cross_ptr, square_ptr, scale_ptr, change_ptr, share_ptr, norm_ptr,
+    r, repeat, steps, R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The Gram matrix of a moved factor, its inverse root, and what they do to the columns."""
+    block = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    place = block * r * r + rows * r + cols
+    inside = (rows < r) & (cols < r)
+    eye = (rows == cols).to(tl.float32)
+    g = tl.load(scale_ptr + block // repeat)
+    cross = g * tl.load(cross_ptr + place, mask=inside, other=0.0)
+    off = 0.5 * (cross + tl.trans(cross))
+    gram = tl.load(own_ptr + place, mask=inside, other=eye)
+    gram -= tl.dot(off, gram, input_precision=PRECISION)
+    gram -= tl.dot(gram, off, input_precision=PRECISION)
+    cross -= tl.dot(off, cross, input_precision=PRECISION)
+    gram += cross + tl.trans(cross)
+    gram += g * g * tl.load(square_ptr + place, mask=inside, other=0.0)
+    # Coupled Newton–Schulz: root tends to gram^(1/2) and scaling to its inverse.
+    half = 1.5 * eye - 0.5 * gram
+    root = tl.dot(gram, half, input_precision=PRECISION)
+    scaling = half
+    for _ in range(1, steps):
+        half = 1.5 * eye - 0.5 * tl.dot(scaling, root, input_precision=PRECISION)
+        scaling = tl.dot(half, scaling, input_precision=PRECISION)
+        root = tl.dot(root, half, input_precision=PRECISION)
+    product = tl.dot(gram, scaling, input_precision=PRECISION) * scaling
+    tl.store(norm_ptr + block, tl.sqrt(tl.sum(tl.sum(tl.where(inside, product, 0.0), 1), 0)))
+    tl.store(share_ptr + place, g * scaling, mask=inside)
+    change = scaling - eye - tl.dot(off, scaling, input_precision=PRECISION)
+    tl.store(change_ptr + place, change, mask=inside)
+
+
+def corrections(
+    left: Tensor, right: Tensor, left_weights: tuple[float, ...], right_weights: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
+    """Corrections of all blocks, (batch, I, r, r) and (batch, J, r, r), from their overlaps."""
+    left, right = left.contiguous(), right.contiguous()
+    made = torch.empty_like(left), torch.empty_like(right)
+    batch, i, r, _ = left.shape
+    _corrections_kernel[(batch,)](
+        left, right, *made, i, right.shape[1], r, *left_weights, *right_weights, **launch(r)
+    )
+    return made
+
+
+def landing(
+    own: Tensor, cross: Tensor, square: Tensor, scale: Tensor, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``change`` and ``share`` (batch, blocks, r, r) and norms (batch, blocks) of a polar landing.
+
+    ``own``, ``cross`` and ``square`` are (batch, blocks, r, r), ``scale`` is (batch,).
+    """
+    own, cross, square, scale = (x.contiguous() for x in (own, cross, square, scale))
+    change, share = torch.empty_like(own), torch.empty_like(own)
+    norm = own.new_empty(own.shape[:-2])
+    r = own.shape[-1]
+    _landing_kernel[(norm.numel(),)](
+        own, cross, square, scale, change, share, norm,
+        r, own.shape[1], steps, **launch(r),
+    )  # fmt: skip
+    return change, share, norm

@@ -1,0 +1,220 @@
+"""Triton kernels for products that run over the rows of tall float32 factors, r up to 128.
+
+One program takes one factor and one run of its rows. Sums over rows are made in the same order
+every time: each program writes what it summed, and the few parts of a factor are added afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Six bfloat16 products of operands split in three: the accuracy of float32 on tensor cores.
+# Triton's interpreter does not know them, and has no tensor cores.
+_PRECISION = "ieee" if triton.knobs.runtime.interpret else "bf16x6"
+_PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
+
+
+@triton.jit
+def _sums_kernel(
+    a_ptr, t_ptr, turn_ptr, own_ptr, cross_ptr, square_ptr, norm_ptr,
+    m, r, run, parts, repeat,
+    R: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
+    OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr, NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Parts of AᵀA, AᵀC, CᵀC and ‖C‖² with C = T turn, over ``run`` rows."""
+    factor = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    cols = tl.arange(0, R)
+    square = cols[:, None] * r + cols[None, :]
+    inside = (cols[:, None] < r) & (cols[None, :] < r)
+    if TURN:
+        turn = tl.load(turn_ptr + (factor // repeat) * r * r + square, mask=inside, other=0.0)
+    if OWN:
+        own_sum = tl.zeros((R, R), tl.float32)
+    if CROSS:
+        cross_sum = tl.zeros((R, R), tl.float32)
+    if SQUARE:
+        square_sum = tl.zeros((R, R), tl.float32)
+    if NORM:
+        norm_sum = tl.zeros((ROWS, R), tl.float32)
+    last = tl.minimum(part * run + run, m)
+    for start in range(part * run, last, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        place = factor * m * r + rows[:, None] * r + cols[None, :]
+        there = (rows[:, None] < last) & (cols[None, :] < r)
+        if OWN or CROSS:
+            a = tl.load(a_ptr + place, mask=there, other=0.0)
+            a_turned = tl.trans(a)
+        if OWN:
+            own_sum = tl.dot(a_turned, a, own_sum, input_precision=PRECISION)
+        if CROSS or SQUARE or NORM:
+            c = tl.load(t_ptr + place, mask=there, other=0.0)
+            if TURN:
+                c = tl.dot(c, turn, input_precision=PRECISION)
+        if CROSS:
+            cross_sum = tl.dot(a_turned, c, cross_sum, input_precision=PRECISION)
+        if SQUARE:
+            square_sum = tl.dot(tl.trans(c), c, square_sum, input_precision=PRECISION)
+        if NORM:
+            norm_sum += c * c
+    out = (factor * parts + part) * r * r + square
+    if OWN:
+        tl.store(own_ptr + out, own_sum, mask=inside)
+    if CROSS:
+        tl.store(cross_ptr + out, cross_sum, mask=inside)
+    if SQUARE:
+        tl.store(square_ptr + out, square_sum, mask=inside)
+    if NORM:
+        tl.store(norm_ptr + factor * parts + part, tl.sum(tl.sum(norm_sum, 1), 0))
+
+
+@triton.jit
+def _combine_kernel(
+    a_ptr, c_a_ptr, t_ptr, c_t_ptr, alive_ptr, out_ptr,
+    m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight,
+    R: tl.constexpr, ROWS: tl.constexpr,
+    ADD_A: tl.constexpr, TURN_T: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sign A c_A plus T c_T or weight T, plus A if asked; A alone for members not alive."""
+    factor = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    cols = tl.arange(0, R)
+    square = cols[:, None] * r + cols[None, :]
+    inside = (cols[:, None] < r) & (cols[None, :] < r)
+    c_a = tl.load(c_a_ptr + (factor // repeat_a) * r * r + square, mask=inside, other=0.0)
+    c_a = (c_a * sign).to(tl.float32)
+    if TURN_T:
+        c_t = tl.load(c_t_ptr + (factor // repeat_t) * r * r + square, mask=inside, other=0.0)
+    if MASKED:
+        alive = tl.load(alive_ptr + factor // repeat_alive)
+    last = tl.minimum(part * run + run, m)
+    for start in range(part * run, last, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        place = factor * m * r + rows[:, None] * r + cols[None, :]
+        there = (rows[:, None] < last) & (cols[None, :] < r)
+        a = tl.load(a_ptr + place, mask=there, other=0.0)
+        t = tl.load(t_ptr + place, mask=there, other=0.0)
+        if TURN_T:
+            out = tl.dot(t, c_t, input_precision=PRECISION)
+        else:
+            out = (t * weight).to(tl.float32)
+        out = tl.dot(a, c_a, out, input_precision=PRECISION)
+        if ADD_A:
+            out += a
+        if MASKED:
+            out = tl.where(alive, out, a)
+        tl.store(out_ptr + place, out, mask=there)
+
+
+@triton.jit
+def _step_kernel(a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """A + scale T of one member, or A."""
+    member = tl.program_id(0).to(tl.int64)
+    where = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = where < size
+    where += member * size
+    a = tl.load(a_ptr + where, mask=there)
+    if tl.load(alive_ptr + member):
+        a += tl.load(scale_ptr + member) * tl.load(t_ptr + where, mask=there)
+    tl.store(out_ptr + where, a, mask=there)
+
+
+def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
+    """``a + scale t`` for tensors (batch, ...), ``a`` itself for members (batch,) not ``alive``."""
+    a, t = a.contiguous(), t.contiguous()
+    out = torch.empty_like(a)
+    size = a[0].numel()
+    grid = (len(a), triton.cdiv(size, 4096))
+    _step_kernel[grid](a, t, scale, alive, out, size, BLOCK=4096)
+    return out
+
+
+def _padded(r: int) -> int:
+    return max(16, int(triton.next_power_of_2(r)))
+
+
+def _schedule(factors: int, m: int, rows: int) -> tuple[int, int]:
+    """Rows a program takes, and how many programs share a factor."""
+    parts = min(triton.cdiv(m, rows), max(1, triton.cdiv(_PROGRAMS, factors)))
+    run = triton.cdiv(triton.cdiv(m, parts), rows) * rows
+    return run, triton.cdiv(m, run)
+
+
+def sums(
+    a: Tensor | None,
+    t: Tensor | None,
+    turn: Tensor | None = None,
+    *,
+    own: bool = False,
+    cross: bool = False,
+    square: bool = False,
+    norm: bool = False,
+) -> list[Tensor]:
+    """Those asked for of AᵀA, AᵀC, CᵀC (..., r, r) and ‖C‖² (...), with ``C = t turn``.
+
+    ``a`` and ``t`` are (..., m, r); ``turn`` is (..., r, r), fewer of them than factors if they
+    come in runs that share one.
+    """
+    first = a if a is not None else t
+    assert first is not None
+    lead, (m, r) = first.shape[:-2], first.shape[-2:]
+    factors, rows = lead.numel(), 64 if r <= 64 else 32
+    run, parts = _schedule(factors, m, rows)
+    wanted = (own, cross, square, norm)
+    shapes = [(factors, parts, r, r)] * 3 + [(factors, parts)]
+    made = [
+        first.new_empty(shape) if flag else first
+        for shape, flag in zip(shapes, wanted, strict=True)
+    ]
+    a, t = (first if x is None else x.contiguous() for x in (a, t))
+    turns = first if turn is None else turn.contiguous()
+    repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
+    _sums_kernel[(factors, parts)](
+        a, t, turns, *made, m, r, run, parts, repeat,
+        R=_padded(r), ROWS=rows, TURN=turn is not None,
+        OWN=own, CROSS=cross, SQUARE=square, NORM=norm, PRECISION=_PRECISION,
+        num_warps=4 if r <= 64 else 8,
+    )  # fmt: skip
+    found = [x for x, flag in zip(made, wanted, strict=True) if flag]
+    return [(x[:, 0] if parts == 1 else x.sum(1)).view(*lead, *x.shape[2:]) for x in found]
+
+
+def combine(
+    a: Tensor,
+    c_a: Tensor,
+    t: Tensor,
+    c_t: Tensor | float,
+    *,
+    sign: float = 1.0,
+    add_a: bool = False,
+    alive: Tensor | None = None,
+) -> Tensor:
+    """``sign a c_a + t c_t``, plus ``a`` if asked, and ``a`` itself for members not ``alive``.
+
+    ``a`` and ``t`` are (..., m, r), coefficients (..., r, r) and ``alive`` (batch,) fewer than
+    factors if they come in runs that share one.
+    """
+    a, t = a.contiguous(), t.contiguous()
+    lead, (m, r) = a.shape[:-2], a.shape[-2:]
+    factors, rows = lead.numel(), 64
+    run, parts = _schedule(factors, m, rows)
+    out = torch.empty_like(a)
+    turned = isinstance(c_t, Tensor)
+    _combine_kernel[(factors, parts)](
+        a, c_a.contiguous(), t, c_t.contiguous() if isinstance(c_t, Tensor) else a,
+        a if alive is None else alive, out,
+        m, r, run,
+        factors // c_a.shape[:-2].numel(),
+        factors // c_t.shape[:-2].numel() if isinstance(c_t, Tensor) else 1,
+        1 if alive is None else factors // alive.numel(),
+        sign,
+        1.0 if turned else c_t,
+        R=_padded(r), ROWS=rows, ADD_A=add_a, TURN_T=turned, MASKED=alive is not None,
+        PRECISION=_PRECISION, num_warps=4 if r <= 64 else 8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,259 @@
+"""The fused kernels against float64, and against the plain forms they stand in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankfold import kernels, linalg, tall
+from rankfold.geometries import GEOMETRIES, Pair, geometry_for, stiefel
+from rankfold.geometries.embedded import EmbeddedGeometry
+
+from .interpreted import (
+    CUDA,
+    DEVICE,
+    INTERPRETED,
+    in_kernels,
+    on_the_host,
+    quiet,
+    run_in_interpreter,
+)
+from .points import GRIDS, options, product
+from .test_linalg import with_singular_values
+
+pytest.importorskip("triton")
+
+EPS = torch.finfo(torch.float32).eps
+# (factors a member, rows, rank): padded and unpadded, short and tall.
+SHAPES = [(1, 40, 16), (2, 100, 20), (3, 7, 3), (1, 3, 1)]
+SHAPES += [(1, 512, 64), (8, 512, 64), (2, 300, 100), (1, 1000, 128)] if CUDA else []
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+pytestmark = quiet
+
+
+@on_the_host
+def test_in_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@pytest.fixture(autouse=True)
+def imported() -> None:
+    if INTERPRETED or CUDA:
+        assert kernels._importable()
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The largest distance of any matrix or number of a stack, relative to it."""
+    off = (found.double() - expected).flatten(2).norm(dim=-1)
+    return float((off / expected.flatten(2).norm(dim=-1)).max())
+
+
+class Case:
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        blocks, m, r = shape
+        self.a = randn(3, blocks, m, r, seed=1) / m**0.5
+        self.t = randn(3, blocks, m, r, seed=2)
+        self.c = randn(3, 1, r, r, seed=3) / r**0.5  # one for all factors of a member
+        self.d = randn(3, blocks, r, r, seed=4) / r**0.5
+        self.wide = [x.double() for x in (self.a, self.t, self.c, self.d)]
+
+
+@in_kernels
+@every_shape
+def test_sums_over_rows(shape: tuple[int, int, int]) -> None:
+    case = Case(shape)
+    a, t, c, _ = case.wide
+    turned = t @ c
+    sums = kernels.tall.sums
+    found = [
+        *sums(case.a, None, own=True),
+        *sums(case.a, case.t, cross=True),
+        *sums(None, case.a, case.c, square=True),
+        *sums(case.a, case.t, case.c, cross=True, square=True),
+        *sums(case.a, case.t, own=True, cross=True, square=True),
+    ]
+    expected = [a.mT @ a, a.mT @ t, (a @ c).mT @ (a @ c), a.mT @ turned, turned.mT @ turned]
+    expected += [a.mT @ a, a.mT @ t, t.mT @ t]
+    for one, other in zip(found, expected, strict=True):
+        assert error(one, other) < 8 * EPS
+    (norm,) = sums(None, case.t, case.c, norm=True)
+    assert error(norm[..., None], turned.square().sum((-2, -1))[..., None]) < 8 * EPS
+
+
+@in_kernels
+@every_shape
+def test_combinations(shape: tuple[int, int, int]) -> None:
+    case = Case(shape)
+    a, t, c, d = case.wide
+    combine = kernels.tall.combine
+    assert error(combine(case.a, case.c, case.t, case.d), a @ c + t @ d) < 4 * EPS
+    assert error(combine(case.a, case.c, case.t, 0.25, sign=-1.0), t / 4 - a @ c) < 4 * EPS
+    case.t[1, 0, 0] = torch.nan
+    alive = torch.tensor([True, False, True], device=DEVICE)
+    scale = torch.tensor([0.5, 1.0, -2.0], device=DEVICE)
+    stepped = kernels.tall.step(case.a, case.t, scale, alive)
+    assert torch.equal(stepped[1], case.a[1])
+    wide = a + scale.double()[:, None, None, None] * t
+    assert error(stepped[::2], wide[::2]) < 4 * EPS
+    moved = combine(case.a, case.c, case.t, case.d, add_a=True, alive=alive)
+    assert torch.equal(moved[1], case.a[1])
+    expected = a + a @ c + t @ d
+    assert error(moved[::2], expected[::2]) < 4 * EPS
+
+
+@in_kernels
+def test_arguments_need_not_be_contiguous() -> None:
+    x, c = randn(2, 1, 16, 40, seed=5).mT, randn(2, 1, 16, 16, seed=6).mT
+    assert error(kernels.tall.sums(x, None, own=True)[0], x.double().mT @ x.double()) < 8 * EPS
+    expected = x.double() @ c.double() + x.double()
+    assert error(kernels.tall.combine(x, c, x, 1.0), expected) < 4 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("r", [1, 3, 16, 20, *([64, 128] if CUDA else [])])
+def test_landing_and_corrections(r: int) -> None:
+    u = torch.linalg.qr(randn(3, 2, max(2 * r, 8), r, seed=7)).Q
+    x = randn(*u.shape, seed=8)
+    x = 0.3 * x / torch.linalg.matrix_norm(x, ord=2)[..., None, None]
+    scale = torch.tensor([0.1, 1.0, 0.5], device=DEVICE)
+    grams = tall.Grams(u.mT @ u, u.mT @ x, x.mT @ x)
+    steps = linalg.newton_schulz_steps(0.55, torch.float32)
+    found = kernels.stiefel.landing(*grams, scale, steps)
+    wide = tall.Grams(*(g.double() for g in grams))
+    expected = stiefel._landing(wide, scale.double(), "polar", 0.55)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).abs().max() < 16 * EPS
+    left, right = randn(3, 2, r, r, seed=9), randn(3, 1, r, r, seed=10)
+    weights = stiefel.Correction(0.3, -0.2, 0.5, 0.7), stiefel.Correction(1.0, 0.4, -0.5, 0.9)
+    made = kernels.stiefel.corrections(left, right, *weights)
+    plain = stiefel._apply(Pair(left.double(), right.double()), *weights)
+    for one, other in zip(made, plain, strict=True):
+        assert (one.double() - other).abs().max() < 16 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("guess", ["near", "identity", "nonsense"])
+@pytest.mark.parametrize("r", [1, 3, 16, 20, *([64, 128] if CUDA else [])])
+def test_inverses_from_a_guess(r: int, guess: str) -> None:
+    values = torch.logspace(0, -1.5, r).double()
+    x = torch.stack([with_singular_values(values, r, seed) for seed in range(3)]).to(DEVICE)
+    expected = torch.linalg.inv(x)
+    start = {
+        "near": expected + 1e-2 * randn(3, r, r, seed=11).double(),
+        "identity": torch.eye(r, dtype=torch.float64, device=DEVICE),
+        "nonsense": 100 * randn(3, r, r, seed=12).double(),
+    }[guess]
+    stained = x.float()
+    stained[1] = torch.nan
+    found = kernels.refine.inverse(stained, start.float())
+    rounding = torch.linalg.inv(x.float().double())
+    assert error(found[::2, None], rounding[::2, None]) < 100 * EPS * 10**1.5
+    assert found[1].isnan().any()
+
+
+@in_kernels
+@pytest.mark.parametrize("size", [0.0, 1e-3, 0.5, 30.0])
+def test_roots(size: float) -> None:
+    x = randn(3, 20, 16, seed=13).double()
+    gram = torch.eye(16, device=DEVICE).double() + size * x.mT @ x / 20
+    root, inverse = kernels.refine.root(gram.float())
+    assert error((root.double() @ root.double())[:, None], gram[:, None]) < 30 * EPS
+    whole = inverse.double() @ gram @ inverse.double()
+    assert (whole - torch.eye(16, device=DEVICE)).abs().max() < 30 * EPS * (1 + size) ** 0.5
+
+
+@in_kernels
+@pytest.mark.parametrize("t", [0.01, 0.1, 0.3])
+def test_rank_approximation(t: float) -> None:
+    core = torch.stack(
+        [with_singular_values(torch.linspace(1, 3, 5).double(), 5, s) for s in (1, 2)]
+    )
+    core = core.to(DEVICE)
+    k, x, y = (t / 5**0.5 * randn(2, 5, 5, seed=s).double() for s in (14, 15, 16))
+    wide = core + k, x.mT @ x, y.mT @ y, torch.linalg.inv(core)
+    expected = linalg.best_rank_core(*(v.float().cpu() for v in wide))  # as many iterations
+    core, xx, yy, guess = (v.float() for v in wide)
+    found = kernels.refine.best_rank_core(core, xx, yy, guess, iterations=3)
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        assert error(one[:, None].cpu(), other[:, None].double()) < 50 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("lr", [1e-3, 0.1, 0.45, 20.0])
+@pytest.mark.parametrize("name", ["fixed-embedded", "isometry-embedded"])
+def test_retractions_in_one_kernel(name: str, lr: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plain form, as many iterations: new points, momentum and convergence."""
+    if name.startswith("isometry") and lr > 0.5:
+        pytest.skip("one pass of orthonormalization does not serve steps this long")
+    geometry = geometry_for(name, 1, 1)
+    assert isinstance(geometry, EmbeddedGeometry)
+    sides = (torch.linalg.qr(randn(3, 1, 30, 5, seed=s)).Q for s in (31, 32))
+    point = Pair(*sides)
+    if name == "fixed-embedded":
+        point = Pair(
+            point.left @ (0.3 * randn(3, 1, 5, 5, seed=33) + torch.eye(5, device=DEVICE)),
+            point.right,
+        )
+    vector = Pair(randn(3, 1, 30, 5, seed=34), randn(3, 1, 30, 5, seed=35))
+    opts = options("svd", lr)
+    found = []
+    for served in (True, False):
+        monkeypatch.setattr(kernels, "serve", lambda *x, on=served: on)
+        frame = geometry.frame(point)
+        coords = geometry.coordinates(frame, vector)
+        scale = -lr / geometry.metric_norm(frame, coords)
+        landing = geometry.retract(frame, coords, scale, opts)
+        kept = geometry.depart(frame, coords, vector, landing)
+        found.append((product(landing.point).double(), kept, landing))
+    (new, kept, landing), (expected, wanted, plain) = found
+    moved = torch.linalg.matrix_norm(expected - product(point).double())
+    # An iteration that does not converge passes rounding on, many times over.
+    tolerance = 1e-5 if lr < 1 else 1e-4
+    assert (torch.linalg.matrix_norm(new - expected) < tolerance * moved + 20 * EPS).all()
+    assert landing.alive.all()
+    assert landing.unconverged is not None
+    assert plain.unconverged is not None
+    assert landing.unconverged.tolist() == plain.unconverged.tolist() == [lr > 1] * 3
+    # Momentum is kept in coordinates of the new factors, whose gauge is free: compare M itself.
+    matrices = []
+    for at, momentum in ((landing, kept), (plain, wanted)):
+        wide, m = (Pair(*(x.double() for x in pair)) for pair in (at.point, momentum))
+        matrices.append(geometry.matrix(geometry.coordinates(geometry.frame(wide), m)))
+    size = torch.linalg.matrix_norm(matrices[1])
+    assert (torch.linalg.matrix_norm(matrices[0] - matrices[1]) < tolerance * size).all()
+
+
+@pytest.mark.skipif(not CUDA, reason="the whole step takes its kernels on a GPU alone")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_step_with_kernels_is_the_step_without(
+    name: str, grid: tuple[int, int], momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = geometry_for(name, *grid)
+    opts: Any = options(geometry.retractions[0], 0.05, momentum=momentum)
+    found = []
+    for enabled in (True, False):
+        monkeypatch.setattr(kernels, "enabled", enabled)
+        sides = (randn(4, n, m, 24, seed=s) for n, m, s in ((grid[0], 96, 1), (grid[1], 80, 2)))
+        point = Pair(*(torch.linalg.qr(x).Q for x in sides))
+        held = Pair(*map(torch.zeros_like, point)) if momentum else None
+        start = product(point)
+        for k in range(5):
+            z = randn(4, grid[0] * 96, grid[1] * 80, seed=20 + k)
+            left = (z @ point.right.flatten(1, 2)).view_as(point.left)
+            right = (z.mT @ point.left.flatten(1, 2)).view_as(point.right)
+            outcome = geometry.step(point, Pair(left, right), held, opts)
+            point, held = outcome.point, outcome.momentum
+            assert not outcome.events["skipped"].any()
+        found.append(product(point).double())
+    travelled = torch.linalg.matrix_norm(found[1] - start.double())
+    assert (torch.linalg.matrix_norm(found[0] - found[1]) < 1e-4 * travelled).all()

@@ -1,0 +1,215 @@
+"""The r×r Triton kernels against float64 and against the functions of linalg they stand in for."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankfold import linalg
+
+from .interpreted import CUDA, DEVICE, in_kernels, on_the_host, quiet, run_in_interpreter
+from .test_linalg import randn, with_singular_values
+
+pytest.importorskip("triton")
+
+EPS = torch.finfo(torch.float32).eps
+
+sizes = pytest.mark.parametrize("r", [1, 3, 16, 20, *([64, 100, 128] if CUDA else [])])
+pytestmark = quiet
+
+
+@on_the_host
+def test_in_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@pytest.fixture
+def small() -> ModuleType:
+    from rankfold.kernels import small
+
+    return small
+
+
+def relative_error(x: Tensor, reference: Tensor) -> Tensor:
+    """Frobenius distance over norm, (members,), from stacks (members, r, r)."""
+    reference = reference.cpu().double()
+    return linalg.frobenius(x.cpu().double() - reference) / linalg.frobenius(reference)
+
+
+def conditioned(members: int, r: int, condition: float, seed: int) -> Tensor:
+    """(members, r, r) in float64 with singular values from 1 down to 1 / condition."""
+    values = condition ** -torch.linspace(0, 1, r, dtype=torch.float64)
+    return torch.stack([with_singular_values(values, r, seed + 10 * k) for k in range(members)])
+
+
+def on_device(x: Tensor) -> Tensor:
+    return x.to(DEVICE, torch.float32)
+
+
+@in_kernels
+@sizes
+def test_cholesky_inverse(small: ModuleType, r: int) -> None:
+    x = conditioned(2, r, 30, seed=1)
+    gram = on_device(x.mT @ x)
+    lower, inverse, lifted = small.cholesky_inverse(gram)
+    reference = torch.linalg.cholesky(gram.double().cpu())
+    condition = 30**2
+    assert relative_error(lower, reference).max() < 2 * condition * EPS
+    assert relative_error(inverse, torch.linalg.inv(reference)).max() < 2 * condition * EPS
+    assert relative_error(lower @ lower.mT, gram).max() < (4 + r / 4) * EPS
+    assert (lower.triu(1) == 0).all()
+    assert (inverse.triu(1) == 0).all()
+    assert not lifted.any()
+
+
+@in_kernels
+@sizes
+def test_cholesky_lifts_what_linalg_lifts(small: ModuleType, r: int) -> None:
+    healthy = randn(2 * r, r, seed=1)
+    repeated, zero_column = healthy.clone(), healthy.clone()
+    repeated[:, -1] = repeated[:, 0]
+    zero_column[:, r // 2] = 0
+    factors = (healthy, healthy[:1], healthy, repeated, zero_column)
+    gram = on_device(torch.stack([x.mT @ x for x in factors]))
+    lower, inverse, lifted = small.cholesky_inverse(gram)
+    expected = linalg.cholesky(gram.cpu())
+    assert lifted.tolist() == expected.lifted.tolist()
+    assert torch.equal(lower[2], lower[0])
+    assert torch.equal(inverse[2], inverse[0])
+    for k, (ours, theirs) in enumerate(zip(lower.cpu().double(), expected.lower, strict=True)):
+        if r == 1 and k == 4:
+            continue  # all zeros have nothing to be lifted by
+        # What was added shows in the product.
+        product = theirs.double() @ theirs.double().mT
+        assert (ours @ ours.mT - product).abs().max() <= (4 + r) * EPS * product.abs().max()
+        assert (ours @ inverse[k].cpu().double() - torch.eye(r)).abs().max() < 1e-2
+
+
+@in_kernels
+def test_the_harder_lift(small: ModuleType) -> None:
+    """Indefinite by more than the first lift adds, by less than the second."""
+    gram = torch.eye(20)
+    gram[0, 1] = gram[1, 0] = 1 + 2e-4
+    lower, _, lifted = small.cholesky_inverse(on_device(gram))
+    expected = linalg.cholesky(gram)
+    assert lifted.item()
+    assert expected.lower.isfinite().all()
+    assert relative_error(lower[None], expected.lower[None]).max() < 1e-5
+
+
+@in_kernels
+@sizes
+def test_nothing_finite_comes_of_nothing_definite(small: ModuleType, r: int) -> None:
+    """And its neighbours do not notice."""
+    gram = on_device(conditioned(3, r, 3, seed=1))
+    gram = gram @ gram.mT
+    bad = gram.clone()
+    bad[1, r // 2, r // 2] = torch.nan
+    bad[2] = 0
+    healthy, spoiled = small.cholesky_inverse(gram), small.cholesky_inverse(bad)
+    inverse, spoiled_inverse = small.inverse(gram), small.inverse(bad)
+    for k in range(3):
+        if k > 0:
+            assert spoiled[2][k]
+            assert not spoiled[1][k].isfinite().all()
+            assert not spoiled_inverse[k].isfinite().all()
+        else:
+            assert all(torch.equal(x[k], y[k]) for x, y in zip(healthy, spoiled, strict=True))
+            assert torch.equal(inverse[k], spoiled_inverse[k])
+
+
+@in_kernels
+@sizes
+@pytest.mark.parametrize("condition", [1.0, 1e6])
+def test_inverse(small: ModuleType, r: int, condition: float) -> None:
+    x = on_device(conditioned(2, r, condition, seed=1))
+    reference = torch.linalg.inv(x.double())
+    error = relative_error(small.inverse(x), reference)
+    library = relative_error(linalg.inverse(x.cpu()), reference)
+    assert error.mean() < 3 * library.mean() + 4 * EPS
+
+
+@in_kernels
+@sizes
+def test_inverse_needs_its_pivots(small: ModuleType, r: int) -> None:
+    """A permuted triangle: zeros on the diagonal, every pivot off it."""
+    triangle = randn(r, r, seed=1).tril(-1) / r + torch.eye(r)
+    x = on_device(triangle[:, torch.arange(r - 1, -1, -1)])
+    assert relative_error(small.inverse(x)[None], torch.linalg.inv(x.double())[None]) < 20 * EPS
+
+
+@in_kernels
+@sizes
+def test_any_leading_dimensions_and_strides(small: ModuleType, r: int) -> None:
+    x = on_device(conditioned(2, r, 3, seed=1)).unflatten(0, (1, 2))
+    gram = x @ x.mT
+    wide = torch.zeros(2, 1, r, 2 * r + 1, device=DEVICE)
+    strided = wide[..., 1::2].transpose(0, 1)
+    strided.copy_(gram)
+    lower, _, lifted = small.cholesky_inverse(strided.mT)
+    assert lifted.shape == (1, 2)
+    reference = torch.linalg.cholesky(gram.double())
+    assert relative_error(lower[0], reference[0]).max() < 50 * EPS
+    strided.copy_(x)
+    reference = torch.linalg.inv(x.double())
+    assert relative_error(small.inverse(x.mT).mT[0], reference[0]).max() < 50 * EPS
+    assert relative_error(small.inverse(strided)[0], reference[0]).max() < 50 * EPS
+    assert small.inverse(x[0, 0]).shape == (r, r)
+    assert small.inverse(x[:0]).shape == (0, 2, r, r)
+
+
+@in_kernels
+@sizes
+def test_inverse_sqrt(small: ModuleType, r: int) -> None:
+    values = torch.linspace(0.6, 1.4, r, dtype=torch.float64)
+    vectors = torch.linalg.qr(randn(4, r, r, seed=1)).Q
+    gram = on_device((vectors * values) @ vectors.mT)
+    reference = (vectors / values.sqrt()) @ vectors.mT
+    steps = linalg.newton_schulz_steps(0.4, torch.float32)
+    library = relative_error(linalg._inverse_sqrt(gram.cpu(), steps), reference).max()
+    error = relative_error(small.inverse_sqrt(gram.mT, steps, scaled=False), reference).max()
+    assert error < 2 * library + 2 * EPS
+    one_step = small.inverse_sqrt(gram, 1, scaled=False)
+    assert relative_error(one_step, linalg._inverse_sqrt(gram.cpu(), 1)).max() < 2 * EPS
+
+
+@in_kernels
+@sizes
+def test_scaled_inverse_sqrt(small: ModuleType, r: int) -> None:
+    values = torch.logspace(1.5, 0, r, dtype=torch.float64)
+    vectors = torch.linalg.qr(randn(4, r, r, seed=1)).Q
+    gram = on_device((vectors * values) @ vectors.mT)
+    gram[2] = torch.nan
+    reference = ((vectors / values.sqrt()) @ vectors.mT)[[0, 1, 3]]
+    result = small.inverse_sqrt(gram, 12, scaled=True)
+    library = linalg._scaled_inverse_sqrt(gram.cpu(), 12)
+    assert not result[2].isfinite().any()
+    error, library_error = (
+        relative_error(x[[0, 1, 3]], reference).max() for x in (result, library)
+    )
+    assert error < 2 * library_error + 2 * EPS
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_in_a_graph(small: ModuleType) -> None:
+    x = on_device(conditioned(4, 64, 3, seed=1))
+    gram = x @ x.mT
+
+    def everything() -> list[Tensor]:
+        return [
+            *small.cholesky_inverse(gram),
+            small.inverse(x),
+            small.inverse_sqrt(gram, 3, scaled=True),
+        ]
+
+    expected = everything()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = everything()
+    for result in results:
+        result.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
