@@ -96,6 +96,10 @@ def test_combinations(shape: tuple[int, int, int]) -> None:
     combine = kernels.tall.combine
     assert error(combine(case.a, case.c, case.t, case.d), a @ c + t @ d) < 4 * EPS
     assert error(combine(case.a, case.c, case.t, 0.25, sign=-1.0), t / 4 - a @ c) < 4 * EPS
+    plus = tall.Plus(case.t, 0.5)
+    found = combine(case.a, case.c, case.t, case.d, plus=plus)
+    assert error(found, a @ c + t @ d + t / 2) < 4 * EPS
+    assert error(combine(None, None, case.a, case.d, plus=plus), a @ d + t / 2) < 4 * EPS
     case.t[1, 0, 0] = torch.nan
     alive = torch.tensor([True, False, True], device=DEVICE)
     scale = torch.tensor([0.5, 1.0, -2.0], device=DEVICE)

@@ -93,6 +93,8 @@ class Oblique(FixedQuotient):
 class Euclidean(FixedQuotient):
     """The gradient in the factors: horizontal nowhere, and dependent on the gauge."""
 
+    mix = Geometry.mix
+
     def gradient(self, frame: Any, grad: Pair, repair: str = "average") -> Pair:
         return self.arrive(frame, grad)
 

@@ -96,7 +96,7 @@ def printed_reduced_transport(self: StiefelGeometry, frame: StiefelFrame, moment
     """A.4 Step 5 in its "considerably reduced" form."""
     (u, v), (m_u, m_v) = frame.point, momentum
     left, right = u.mT @ m_u, v.mT @ m_v
-    return Pair(m_u - u @ (left + skew(right) / 2), m_v - v @ (right + skew(left) / 2))
+    return Pair(left + skew(right) / 2, right + skew(left) / 2)
 
 
 def printed_spectral_norm(
@@ -155,7 +155,7 @@ SLIPS: list[tuple[type, str, Callable[..., Any], Detector]] = [
     ),
     (
         StiefelGeometry,
-        "arrive",
+        "_arrival",
         printed_reduced_transport,
         lambda: trajectory_error("isometry-quotient", (1, 1)),
     ),

@@ -73,11 +73,29 @@ def grams(u: Tensor, x: Tensor) -> Grams:
     return Grams(u.mT @ u, u.mT @ x, x.mT @ x)
 
 
-def subtract(t: Tensor, u: Tensor, coefficient: Tensor, weight: float = 1.0) -> Tensor:
-    """``weight t − u coefficient``."""
+class Plus(NamedTuple):
+    """A further term ``weight x`` of a combination, with x (..., m, r)."""
+
+    x: Tensor
+    weight: float
+
+
+def subtract(
+    t: Tensor, u: Tensor, coefficient: Tensor, weight: float = 1.0, plus: Plus | None = None
+) -> Tensor:
+    """``weight t − u coefficient``, with a further term if there is one."""
     if kernels.serve(t, u):
-        return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0)
+        return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0, plus=plus)
+    if plus is not None:
+        t, weight = torch.add(weight * t, plus.x, alpha=plus.weight), 1.0
     return _add_product(t, u, coefficient, beta=weight, alpha=-1.0)
+
+
+def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:
+    """``t c_t``, with a further term if there is one."""
+    if kernels.serve(t):
+        return kernels.tall.combine(None, None, t, c_t, plus=plus)
+    return t @ c_t if plus is None else _add_product(plus.x, t, c_t, beta=plus.weight)
 
 
 def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:

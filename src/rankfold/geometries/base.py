@@ -122,6 +122,14 @@ class Geometry(ABC):
         """Finish the transport of ``momentum`` at the point of ``frame``."""
         return momentum
 
+    def mix(self, frame: Any, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
+        """ν times the momentum, arrived, plus 1 − ν times the gradient.
+
+        Both are projections, so geometries can make one of the two.
+        """
+        carried, gradient = self.arrive(frame, momentum), self.gradient(frame, grad, repair)
+        return Pair(*(torch.lerp(m, g, 1 - nu) for m, g in zip(carried, gradient, strict=True)))
+
     @abstractmethod
     def coordinates(self, frame: Any, tangent: Pair) -> Any:
         """The tangent vector as the norm, the retraction and the transport want it."""
@@ -157,14 +165,10 @@ class Geometry(ABC):
     def step(self, point: Pair, grad: Pair, momentum: Pair | None, options: StepOptions) -> Outcome:
         """One iteration: gradient, momentum, normalization, retraction, transport."""
         frame = self.frame(point, options.damping)
-        tangent = self.gradient(frame, grad, options.gradient_repair)
-        if momentum is not None:
-            carried = self.arrive(frame, momentum)
-            weight = 1 - options.momentum
-            tangent = Pair(
-                torch.lerp(carried.left, tangent.left, weight),
-                torch.lerp(carried.right, tangent.right, weight),
-            )
+        if momentum is None:
+            tangent = self.gradient(frame, grad, options.gradient_repair)
+        else:
+            tangent = self.mix(frame, grad, momentum, options.momentum, options.gradient_repair)
         coords = self.coordinates(frame, tangent)
         scale = tangent.left.new_full((tangent.left.shape[0],), 1.0 if options.maximize else -1.0)
         events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import linalg, tall
 from ..linalg import Cholesky
+from ..tall import Plus
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 
 
@@ -53,20 +54,25 @@ class FixedQuotient(Geometry):
         return frame.left.lifted | frame.right.lifted
 
     def gradient(self, frame: GramFrame, grad: Pair, repair: str = "average") -> Pair:
-        g_a, g_b = flatten_blocks(grad.left), flatten_blocks(grad.right)
-        over_a = frame.left.inverse.mT @ frame.left.inverse
-        over_b = frame.right.inverse.mT @ frame.right.inverse
-        if repair == "none":
-            return Pair((g_a @ over_b).view_as(grad.left), (g_b @ over_a).view_as(grad.right))
+        lift = self._lift(frame, grad)
         # The horizontal projection is the nearest horizontal vector in the metric.
-        a, b = frame.point
-        left = tall.overlap(a, g_a) @ frame.right.inverse.mT @ frame.right.inverse
-        right = tall.overlap(b, g_b) @ frame.left.inverse.mT @ frame.left.inverse
-        shift = self._shift(frame, left, right)
-        return Pair(
-            tall.combine(a, -shift, g_a, over_b).view_as(grad.left),
-            tall.combine(b, shift.mT, g_b, over_a).view_as(grad.right),
+        return lift if repair == "none" else self.arrive(frame, lift)
+
+    def mix(self, frame: GramFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
+        if repair == "none":
+            return super().mix(frame, grad, momentum, nu, repair)
+        return self.arrive(frame, self._lift(frame, grad, momentum, nu))
+
+    def _lift(
+        self, frame: GramFrame, grad: Pair, momentum: Pair | None = None, nu: float = 0.0
+    ) -> Pair:
+        """(1 − ν) (G_A (BᵀB)⁻¹, G_B (AᵀA)⁻¹) + ν M."""
+        plus = [None, None] if momentum is None else [Plus(flatten_blocks(m), nu) for m in momentum]
+        lifts = (
+            tall.turn(flatten_blocks(g), (1 - nu) * (x.inverse.mT @ x.inverse), p).view_as(g)
+            for g, x, p in zip(grad, (frame.right, frame.left), plus, strict=True)
         )
+        return Pair(*lifts)
 
     def arrive(self, frame: GramFrame, momentum: Pair) -> Pair:
         (a, b), m_a, m_b = frame.point, *map(flatten_blocks, momentum)

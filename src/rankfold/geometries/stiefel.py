@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import kernels, linalg, tall
 from ..linalg import skew, sym
-from ..tall import Grams
+from ..tall import Grams, Plus
 from .base import Geometry, Landing, Pair, StepOptions
 
 
@@ -85,15 +85,31 @@ class StiefelGeometry(Geometry):
 
     def arrive(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         u, v = frame.point
+        kappa = self._arrival(frame, momentum)
+        return Pair(
+            tall.subtract(momentum.left, u, kappa.left),
+            tall.subtract(momentum.right, v, kappa.right),
+        )
+
+    def _arrival(self, frame: StiefelFrame, momentum: Pair) -> Pair:
+        """What times the point has to be taken from a momentum to make it tangent, horizontal."""
+        u, v = frame.point
         overlaps = Pair(tall.overlap(u, momentum.left), tall.overlap(v, momentum.right))
         left, right = (
             Correction(1.0, 0.0, 1 / (2 * own), 1 / (2 * other))
             for own, other in ((frame.i, frame.j), (frame.j, frame.i))
         )
-        kappa = _apply(overlaps, left, right)
+        return _apply(overlaps, left, right)
+
+    def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
+        u, v = frame.point
+        overlaps = Pair(tall.overlap(u, grad.left), tall.overlap(v, grad.right))
+        fresh, carried = self.corrections(frame, overlaps), self._arrival(frame, momentum)
+        left, right = (torch.lerp(m, g, 1 - nu) for m, g in zip(carried, fresh, strict=True))
+        share = 1 - nu
         return Pair(
-            tall.subtract(momentum.left, u, kappa.left),
-            tall.subtract(momentum.right, v, kappa.right),
+            tall.subtract(grad.left, u, left, share / frame.j, Plus(momentum.left, nu)),
+            tall.subtract(grad.right, v, right, share / frame.i, Plus(momentum.right, nu)),
         )
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:

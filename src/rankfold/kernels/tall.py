@@ -74,10 +74,10 @@ def _sums_kernel(
 
 @triton.jit
 def _combine_kernel(
-    a_ptr, c_a_ptr, t_ptr, c_t_ptr, alive_ptr, out_ptr,
-    m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight,
+    a_ptr, c_a_ptr, t_ptr, c_t_ptr, plus_ptr, alive_ptr, out_ptr,
+    m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight, plus_weight,
     R: tl.constexpr, ROWS: tl.constexpr,
-    ADD_A: tl.constexpr, TURN_T: tl.constexpr, MASKED: tl.constexpr,
+    HAS_A: tl.constexpr, ADD_A: tl.constexpr, TURN_T: tl.constexpr, PLUS: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sign A c_A plus T c_T or weight T, plus A if asked; A alone for members not alive."""
@@ -86,8 +86,9 @@ def _combine_kernel(
     cols = tl.arange(0, R)
     square = cols[:, None] * r + cols[None, :]
     inside = (cols[:, None] < r) & (cols[None, :] < r)
-    c_a = tl.load(c_a_ptr + (factor // repeat_a) * r * r + square, mask=inside, other=0.0)
-    c_a = (c_a * sign).to(tl.float32)
+    if HAS_A:
+        c_a = tl.load(c_a_ptr + (factor // repeat_a) * r * r + square, mask=inside, other=0.0)
+        c_a = (c_a * sign).to(tl.float32)
     if TURN_T:
         c_t = tl.load(c_t_ptr + (factor // repeat_t) * r * r + square, mask=inside, other=0.0)
     if MASKED:
@@ -97,13 +98,16 @@ def _combine_kernel(
         rows = start + tl.arange(0, ROWS)
         place = factor * m * r + rows[:, None] * r + cols[None, :]
         there = (rows[:, None] < last) & (cols[None, :] < r)
-        a = tl.load(a_ptr + place, mask=there, other=0.0)
         t = tl.load(t_ptr + place, mask=there, other=0.0)
         if TURN_T:
             out = tl.dot(t, c_t, input_precision=PRECISION)
         else:
             out = (t * weight).to(tl.float32)
-        out = tl.dot(a, c_a, out, input_precision=PRECISION)
+        if HAS_A:
+            a = tl.load(a_ptr + place, mask=there, other=0.0)
+            out = tl.dot(a, c_a, out, input_precision=PRECISION)
+        if PLUS:
+            out += tl.load(plus_ptr + place, mask=there, other=0.0) * plus_weight
         if ADD_A:
             out += a
         if MASKED:
@@ -185,36 +189,36 @@ def sums(
 
 
 def combine(
-    a: Tensor,
-    c_a: Tensor,
+    a: Tensor | None,
+    c_a: Tensor | None,
     t: Tensor,
     c_t: Tensor | float,
     *,
     sign: float = 1.0,
+    plus: tuple[Tensor, float] | None = None,
     add_a: bool = False,
     alive: Tensor | None = None,
 ) -> Tensor:
-    """``sign a c_a + t c_t``, plus ``a`` if asked, and ``a`` itself for members not ``alive``.
+    """``sign a c_a + t c_t``, plus a further weighted term, plus ``a`` if asked.
 
-    ``a`` and ``t`` are (..., m, r), coefficients (..., r, r) and ``alive`` (batch,) fewer than
-    factors if they come in runs that share one.
+    ``a`` itself for members not ``alive``. ``a`` and ``t`` are (..., m, r), coefficients
+    (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
     """
-    a, t = a.contiguous(), t.contiguous()
-    lead, (m, r) = a.shape[:-2], a.shape[-2:]
+    t = t.contiguous()
+    lead, (m, r) = t.shape[:-2], t.shape[-2:]
     factors, rows = lead.numel(), 64
     run, parts = _schedule(factors, m, rows)
-    out = torch.empty_like(a)
-    turned = isinstance(c_t, Tensor)
+    out = torch.empty_like(t)
+    left, right = (c.contiguous() if isinstance(c, Tensor) else t for c in (c_a, c_t))
+    shared = (c.shape[:-2].numel() if isinstance(c, Tensor) else factors for c in (c_a, c_t))
+    repeat_a, repeat_t = (factors // count for count in shared)
     _combine_kernel[(factors, parts)](
-        a, c_a.contiguous(), t, c_t.contiguous() if isinstance(c_t, Tensor) else a,
-        a if alive is None else alive, out,
-        m, r, run,
-        factors // c_a.shape[:-2].numel(),
-        factors // c_t.shape[:-2].numel() if isinstance(c_t, Tensor) else 1,
-        1 if alive is None else factors // alive.numel(),
-        sign,
-        1.0 if turned else c_t,
-        R=_padded(r), ROWS=rows, ADD_A=add_a, TURN_T=turned, MASKED=alive is not None,
-        PRECISION=_PRECISION, num_warps=4 if r <= 64 else 8,
+        t if a is None else a.contiguous(), left, t, right,
+        t if plus is None else plus[0].contiguous(), t if alive is None else alive, out,
+        m, r, run, repeat_a, repeat_t, 1 if alive is None else factors // alive.numel(),
+        sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
+        R=_padded(r), ROWS=rows, HAS_A=a is not None, ADD_A=add_a,
+        TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
+        PRECISION=_PRECISION, num_warps=4,
     )  # fmt: skip
     return out
