@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rankfold
+from rankfold.checks import orthonormality_defect
 from rankfold.geometries import GEOMETRIES, geometry_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -209,3 +210,62 @@ def test_a_model_that_moves_takes_its_state_along() -> None:
     problem.target = problem.target.cuda()
     assert run(problem, optimizer, 2).isfinite().all()
     assert all(s["momentum"].is_cuda for s in optimizer.state.values())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_replayed_graph_is_the_step_to_the_last_bit(
+    algorithm: tuple[Any, ...], dtype: torch.dtype, momentum: float
+) -> None:
+    problems = [Problem(algorithm[1], "cuda", dtype) for _ in range(2)]
+    rates = [torch.tensor(0.02, device="cuda") for _ in problems]
+    runs = [
+        optimizer_for(problem, algorithm, lr=rate, momentum=momentum, capturable=True)
+        for problem, rate in zip(problems, rates, strict=True)
+    ]
+    parameters = [[p for grid in problem.grids for p in grid.params()] for problem in problems]
+    for problem in problems:
+        problem.backward()
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            runs[0].step()
+            runs[1].step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runs[1].step()
+    for k in range(4):
+        for rate in rates:
+            rate.fill_(0.03 - 0.005 * k)
+        for one, other in zip(*parameters, strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            one.grad.copy_(torch.randn_like(one.grad))
+            other.grad.copy_(one.grad)
+        runs[0].step()
+        graph.replay()
+        for one, other in zip(*parameters, strict=True):
+            assert torch.equal(one, other)
+            for name, value in runs[0].state[one].items():
+                assert torch.equal(value, runs[1].state[other][name])
+    assert runs[0].counts() == runs[1].counts()
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a[0].startswith("isometry")])
+def test_isometries_stay_orthonormal_whatever_the_users_precision(
+    algorithm: tuple[Any, ...], precision: str
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        problem = Problem(algorithm[1], "cuda", torch.float32)
+        run(problem, optimizer_for(problem, algorithm, lr=0.1), 500)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for grid in problem.grids:
+        for param in grid.params():
+            assert orthonormality_defect(param.detach()).max() < 1e-6

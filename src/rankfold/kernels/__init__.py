@@ -40,6 +40,11 @@ def serve_whole(matrices: Tensor) -> bool:
     return serve(matrices) and matrices.shape[-1] <= _SMALL_RANK
 
 
+def serve_sums(*factors: Tensor) -> bool:
+    """Whether kernels sum over rows faster than the library's products: above this they do not."""
+    return serve(*factors) and factors[0].shape[-1] <= _SMALL_RANK
+
+
 @cache
 def _importable() -> bool:
     try:

@@ -1,4 +1,4 @@
-"""Triton kernels for products that run over the rows of tall float32 factors, r up to 128.
+"""Triton kernels for products over the rows of tall float32 factors, r up to 128, sums up to 64.
 
 One program takes one factor and one run of its rows. Sums over rows are made in the same order
 every time: each program writes what it summed, and the few parts of a factor are added afterwards.
@@ -167,7 +167,7 @@ def sums(
     first = a if a is not None else t
     assert first is not None
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
-    factors, rows = lead.numel(), 64 if r <= 64 else 32
+    factors, rows = lead.numel(), 64
     run, parts = _schedule(factors, m, rows)
     wanted = (own, cross, square, norm)
     shapes = [(factors, parts, r, r)] * 3 + [(factors, parts)]
@@ -182,7 +182,7 @@ def sums(
         a, t, turns, *made, m, r, run, parts, repeat,
         R=_padded(r), ROWS=rows, TURN=turn is not None,
         OWN=own, CROSS=cross, SQUARE=square, NORM=norm, PRECISION=_PRECISION,
-        num_warps=4 if r <= 64 else 8,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     found = [x for x, flag in zip(made, wanted, strict=True) if flag]
     return [(x[:, 0] if parts == 1 else x.sum(1)).view(*lead, *x.shape[2:]) for x in found]
@@ -219,6 +219,6 @@ def combine(
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
         R=_padded(r), ROWS=rows, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
-        PRECISION=_PRECISION, num_warps=4,
+        PRECISION=_PRECISION, num_warps=4, num_stages=2 if r <= 64 else 1,
     )  # fmt: skip
     return out
