@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -199,6 +200,14 @@ def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isomet
             f"{share:.0%} of their size), so the loss does not depend on the product alone. A "
             "wrong axis=, start= or blocks= looks like this; so do rotary embeddings or "
             "normalization between the factors.",
-            # Past this function, the look, step, and torch's two wrappers of step.
-            stacklevel=6,
+            stacklevel=_outside(),
         )
+
+
+def _outside() -> int:
+    """The stack level, for a caller's warning, of the code that called into rankfold and torch."""
+    level, frame = 1, sys._getframe(1)
+    inside = ("rankfold", "torch")
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in inside:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,4 +1,4 @@
-"""Parameter groups as users write them: dicts with grids, and the names grids go by."""
+"""Parameter groups as users write them: dicts with grids, the names grids go by, options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from .factors import Grid
+from .geometries import Geometry, StepOptions
 
 
 def as_grid_list(group: dict[str, Any]) -> list[Grid]:
@@ -41,3 +44,23 @@ def name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
         used.add(name)
         names.append(name)
     return names
+
+
+def step_options(group: dict[str, Any], geometry: Geometry, largest: float) -> StepOptions:
+    """A group's options as a step of ``geometry`` wants them; ``largest`` is what can be stored."""
+    lr = group["lr"]
+    return StepOptions(
+        # 0-dim, so that a float64 learning rate does not widen float32 steps.
+        lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
+        momentum=float(group["momentum"]),
+        normalize=group["normalize"],
+        norm_floor=group["norm_floor"],
+        retraction=group["retraction"] or geometry.retractions[0],
+        maximize=group["maximize"],
+        gradient_repair=group["gradient_repair"],
+        damping=group["damping"],
+        trust_region=group["trust_region"],
+        rank_floor=group["rank_floor"],
+        capturable=group["capturable"],
+        largest=largest,
+    )

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from . import checks
 from .diagnostics import measure
+from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
-from .geometries import EVENTS, StepOptions, geometry_for, is_isometry
-from .groups import as_grid_list, name_grids
+from .geometries import EVENTS, geometry_for, is_isometry
+from .groups import as_grid_list, name_grids, step_options
+from .movers import Mover, chunks, movers
 from .precision import exact_arithmetic, working_dtype
-from .stacks import Plan, needs_master
+from .stacks import Plan, Stack, TensorOf, grad_of, itself, needs_master
 
 Group = dict[str, Any]
 
@@ -152,6 +154,12 @@ class RiemannianSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_all()
+        return loss
+
+    # Kept out of compiled code, which cannot follow global settings, and must run within them.
+    @uncompiled_itself
+    def _step_all(self) -> None:
         ready = [
             (group, plan)
             for index, group in enumerate(self.param_groups)
@@ -161,15 +169,11 @@ class RiemannianSGD(Optimizer):
             self._recorded = []
         with exact_arithmetic(kind for _, plan in ready for kind in plan.device_types):
             for group, plan in ready:
-                if group["on_nonfinite"] == "raise":
-                    grads = plan.gather(_grad_of)
-                    for stack in plan.stacks:
-                        checks.require_finite(stack.members, stack.read(grads))
-                self._look_once(group, plan)
+                self._look(group, plan)
             for group, plan in ready:
                 self._update(group, plan)
-        return loss
 
+    @uncompiled
     def _plan(self, index: int, group: Group) -> Plan | None:
         """The plan for the grids that have gradients now, kept until these or dtypes change."""
         active = [
@@ -187,69 +191,62 @@ class RiemannianSGD(Optimizer):
             self._plans[key] = Plan(active)
         return self._plans[key]
 
-    def _look_once(self, group: Group, plan: Plan) -> None:
-        """The one look at values: on the first step of each member, before anything is changed."""
+    @uncompiled
+    def _look(self, group: Group, plan: Plan) -> None:
+        """All looks at values, before anything is changed: one on the first step of each member."""
+        if group["on_nonfinite"] == "raise":
+            for mover in movers(plan, {"grad": grad_of}):
+                for stack, at in chunks(mover):
+                    checks.require_finite(stack.members[at], mover.read("grad", stack, at))
         fresh = [s for s in plan.stacks if not self._looked_at.issuperset(s.members)]
         if not fresh:
             return
         isometry = is_isometry(group["geometry"])
         if isometry:
             self._require_orthonormal(plan)
-        weights, grads = plan.gather(_itself), plan.gather(_grad_of)
-        for stack in fresh:
-            point = stack.read(weights)
-            if not (isometry or group["damping"]):
-                checks.check_full_rank(stack.members, point)
-            checks.warn_if_inconsistent(stack.members, point, stack.read(grads), isometry)
+        for mover in movers(plan, {"weight": itself, "grad": grad_of}, fresh):
+            for stack, at in chunks(mover):
+                names, point = stack.members[at], mover.read("weight", stack, at)
+                if not (isometry or group["damping"]):
+                    checks.check_full_rank(names, point)
+                grad = mover.read("grad", stack, at)
+                checks.warn_if_inconsistent(names, point, grad, isometry)
         for stack in fresh:
             self._looked_at.update(stack.members)
 
     def _require_orthonormal(self, plan: Plan) -> None:
         with torch.no_grad(), exact_arithmetic(plan.device_types):
-            weights = plan.gather(_itself)
+            weights = plan.gather(itself)
             for stack in plan.stacks:
                 checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
 
     def _update(self, group: Group, plan: Plan) -> None:
-        momentum, lr = float(group["momentum"]), group["lr"]
-        weights = plan.gather_weights(self._state_of)
-        grads = plan.gather(_grad_of)
-        if momentum > 0:
-            momenta = plan.gather(self._momentum_of)
+        tensors: dict[str, TensorOf] = {"weight": itself, "grad": grad_of}
+        tensors["master"] = self._master_of
+        if group["momentum"] > 0:
+            tensors["momentum"] = self._momentum_of
         else:
             for param in group["params"]:
                 self.state.get(param, {}).pop("momentum", None)
-        for stack in plan.stacks:
-            geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
-            options = StepOptions(
-                # 0-dim, so that a float64 learning rate does not widen float32 steps.
-                lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
-                momentum=momentum,
-                normalize=group["normalize"],
-                norm_floor=group["norm_floor"],
-                retraction=group["retraction"] or geometry.retractions[0],
-                maximize=group["maximize"],
-                gradient_repair=group["gradient_repair"],
-                damping=group["damping"],
-                trust_region=group["trust_region"],
-                rank_floor=group["rank_floor"],
-                capturable=group["capturable"],
-                largest=stack.largest,
-            )
-            point, grad = stack.read(weights), stack.read(grads)
-            before = stack.read(momenta) if momentum > 0 else None
-            outcome = geometry.step(point, grad, before, options)
-            if self._recorded is not None and self._recording:
-                # Before anything is written: these are views of the buffers.
-                numbers = measure(geometry, point, grad, before, outcome, options)
-                self._recorded.append((stack.members, numbers))
-            stack.write(weights, outcome.point)
-            if outcome.momentum is not None:
-                stack.write(momenta, outcome.momentum)
-            stack.count(outcome.events)
-        plan.scatter_weights(weights, self._state_of)
-        if momentum > 0:
-            plan.scatter(momenta, self._momentum_of)
+        for mover in movers(plan, tensors):
+            for stack, members in chunks(mover):
+                self._advance(group, mover, stack, members)
+            mover.finish()
+
+    def _advance(self, group: Group, mover: Mover, stack: Stack, members: slice) -> None:
+        """Move one chunk, and let go of all it took before the next one begins."""
+        geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
+        options = step_options(group, geometry, stack.largest)
+        point = mover.read("weight", stack, members)
+        grad = mover.read("grad", stack, members)
+        before = mover.read("momentum", stack, members) if options.momentum > 0 else None
+        outcome = geometry.step(point, grad, before, options)
+        if self._recorded is not None and self._recording:
+            # Before anything is written: these may be views of what is written into.
+            numbers = measure(geometry, point, grad, before, outcome, options)
+            self._recorded.append((stack.members[members], numbers))
+        mover.write(stack, members, outcome.point, outcome.momentum)
+        stack.count(outcome.events, members)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """What happened to each member, by name, since the optimizer was built or loaded.
@@ -328,6 +325,13 @@ class RiemannianSGD(Optimizer):
                 state["master"] = master.to(param.device)
         return state
 
+    def _master_of(self, param: Tensor) -> Tensor:
+        """The master of a parameter that needs one, in working precision."""
+        state, dtype = self._state_of(param), working_dtype(param.dtype)
+        if state["master"].dtype != dtype:
+            state["master"] = state["master"].to(dtype)
+        return state["master"]
+
     def _momentum_of(self, param: Tensor) -> Tensor:
         """The parameter's momentum, of its shape, in working precision and on its device."""
         state: dict[str, Tensor] = self.state[param]
@@ -382,12 +386,3 @@ class RiemannianSGD(Optimizer):
         finally:
             before.remove()
             after.remove()
-
-
-def _itself(param: Tensor) -> Tensor:
-    return param
-
-
-def _grad_of(param: Tensor) -> Tensor:
-    assert param.grad is not None  # checks.has_gradients
-    return param.grad

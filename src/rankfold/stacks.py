@@ -6,20 +6,26 @@ operations depends on how many different layouts there are, never on how many he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import direct
 from .factors import Factor, Grid
 from .geometries import Pair
 from .precision import working_dtype
 
-Buffers = list[Tensor]
-StateOf = Callable[[Tensor], dict[str, Tensor]]
+Buffers = dict[int, Tensor]  # by bundle
+TensorOf = Callable[[Tensor], Tensor]
+
+_WORKSPACE_BYTES = 2**30
+"""What the tall tensors of a step may take at once; a stack of more members goes in chunks."""
+_ALIVE = 5  # copies of a point that a step holds at its peak: point, gradient, momentum, new ones
 
 
 class Place(NamedTuple):
@@ -48,6 +54,7 @@ class Slot:
     factor: Factor
     weight: Place
     bias: Place | None
+    params: list[Tensor]  # the weights, in grid order
 
     def read(self, buffers: Buffers, height: int, dtype: torch.dtype) -> Tensor:
         """``(L, count, height, rank)``, padded with zero rows up to ``height``."""
@@ -97,13 +104,14 @@ class Stack:
     members: list[str]
     events: dict[str, Tensor] = field(default_factory=dict)  # (batch,) counts by event
 
-    def count(self, events: dict[str, Tensor]) -> None:
-        """Add one for each member marked in ``(batch,)``, event by event, on the device."""
+    def count(self, events: dict[str, Tensor], members: slice) -> None:
+        """Add one for each of ``members`` that is marked, event by event, on the device."""
         for name, happened in events.items():
-            if name in self.events:
-                self.events[name].add_(happened)  # in place: a recorded graph goes on counting
-            else:
-                self.events[name] = happened.long()
+            if name not in self.events:
+                counted = happened.new_zeros(len(self.members), dtype=torch.long)
+                self.events[name] = counted
+            # In place: a recorded graph goes on counting.
+            self.events[name][members].add_(happened)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """The counts as plain numbers, by member, zeros left out; synchronises."""
@@ -113,6 +121,32 @@ class Stack:
                 if number:
                     found.setdefault(member, {})[name] = number
         return found
+
+    @cached_property
+    def regular(self) -> bool:
+        """Whether its layout allows the direct path."""
+        return direct.is_regular(self)
+
+    @cached_property
+    def sides(self) -> direct.Sides:
+        """Its blocks, for the direct path."""
+        return direct.sides_of(self)
+
+    @property
+    def bundles(self) -> set[int]:
+        """The bundles it reads."""
+        slots = [slot for source in self.sources for slot in (*source.left, *source.right)]
+        places = [place for slot in slots for place in (slot.weight, slot.bias) if place]
+        return {place.bundle for place in places}
+
+    def chunks(self) -> list[slice]:
+        """All members, in runs that stay inside the workspace."""
+        rows = self.lefts * self.left_height + self.rights * self.right_height
+        member = rows * self.sources[0].left[0].factor.rank * self.dtype.itemsize
+        batch = len(self.members)
+        parts = -(-batch // max(1, _WORKSPACE_BYTES // (_ALIVE * member)))
+        size = -(-batch // parts)
+        return [slice(k, min(k + size, batch)) for k in range(0, batch, size)]
 
     def read(self, buffers: Buffers) -> Pair:
         """``(batch, I, m, r)`` and ``(batch, J, n, r)`` in the stack's dtype."""
@@ -131,15 +165,18 @@ class Stack:
 
     def write(self, buffers: Buffers, pair: Pair) -> None:
         """Put a pair of the shapes of `read` back into the buffers, in place."""
-        sizes = [source.members for source in self.sources]
-        for source, left, right in zip(
-            self.sources, torch.split(pair.left, sizes), torch.split(pair.right, sizes), strict=True
-        ):
-            for slots, values in ((source.left, left), (source.right, right)):
-                values = values.reshape(source.grids, -1, *values.shape[-2:])
-                counts = [slot.factor.count for slot in slots]
-                for slot, blocks in zip(slots, torch.split(values, counts, 1), strict=True):
-                    slot.write(buffers, blocks)
+        for side, values in zip(("left", "right"), pair, strict=True):
+            self.write_side(buffers, side, values)
+
+    def write_side(self, buffers: Buffers, side: str, values: Tensor) -> None:
+        """Put one side of such a pair back."""
+        parts = torch.split(values, [source.members for source in self.sources])
+        for source, part in zip(self.sources, parts, strict=True):
+            slots: list[Slot] = getattr(source, side)
+            part = part.reshape(source.grids, -1, *part.shape[-2:])
+            counts = [slot.factor.count for slot in slots]
+            for slot, blocks in zip(slots, torch.split(part, counts, 1), strict=True):
+                slot.write(buffers, blocks)
 
 
 class Plan:
@@ -184,9 +221,10 @@ class Plan:
         return Source(left, right, len(grids), grids[0].groups)
 
     def _slot(self, factors: list[Factor]) -> Slot:
-        weight = self._place([f.param for f in factors])
         biases = [f.bias for f in factors if f.bias is not None]
-        return Slot(factors[0], weight, self._place(biases) if biases else None)
+        params = [f.param for f in factors]
+        weight = self._place(params)
+        return Slot(factors[0], weight, self._place(biases) if biases else None, params)
 
     def _place(self, params: list[Tensor]) -> Place:
         key = (params[0].shape, params[0].dtype, params[0].device)
@@ -202,47 +240,71 @@ class Plan:
             positions.append(self._place_of[id(param)][1])
         return Place(index, _as_index(positions, params[0].device))
 
-    def gather(self, tensors: Callable[[Tensor], Tensor]) -> Buffers:
-        """Stack ``tensors(param)`` bundle by bundle, in the bundle's working dtype."""
-        return [
-            torch.stack([tensors(p) for p in bundle]).to(working_dtype(bundle[0].dtype))
-            for bundle in self.bundles
-        ]
+    def gather(
+        self, tensors: TensorOf, wanted: Collection[int] | None = None, *, shared: bool = False
+    ) -> Buffers:
+        """Stack ``tensors(param)`` bundle by bundle, in the bundle's working dtype.
 
-    def scatter(self, buffers: Buffers, tensors: Callable[[Tensor], Tensor]) -> None:
-        """Copy buffers back into ``tensors(param)``, rounding to their dtype."""
-        for bundle, buffer in zip(self.bundles, buffers, strict=True):
-            torch._foreach_copy_([tensors(p) for p in bundle], list(buffer.unbind()))
+        ``wanted`` are the bundles, all by default. ``shared`` makes the buffer of a single tensor
+        a view of it where that is possible, so that writing into one writes into the other.
+        """
+        found = {}
+        for k in range(len(self.bundles)) if wanted is None else sorted(wanted):
+            dtype = working_dtype(self.bundles[k][0].dtype)
+            found[k] = _stacked([tensors(p) for p in self.bundles[k]], shared).to(dtype)
+        return found
 
-    def gather_weights(self, state: StateOf) -> Buffers:
+    def scatter(self, buffers: Buffers, tensors: TensorOf, *, shared: bool = False) -> None:
+        """Copy buffers back into ``tensors(param)``, rounding to their dtype.
+
+        ``shared`` as it was when these were gathered from these tensors.
+        """
+        for k, buffer in buffers.items():
+            targets = [tensors(p) for p in self.bundles[k]]
+            if not (shared and len(targets) == 1 and targets[0].dtype == buffer.dtype):
+                torch._foreach_copy_(targets, list(buffer.unbind()))
+
+    def gather_weights(self, masters: TensorOf, wanted: Collection[int]) -> Buffers:
         """Weights in working precision: the parameter, or its master where it is low-precision.
 
         A weight that something else has written since (an EMA swap, a reload) no longer equals
-        its rounded master, and wins over it, element by element.
+        its rounded master, and wins over it, element by element. Shared, as in `gather`.
         """
-        buffers = []
-        for bundle in self.bundles:
-            weights = torch.stack(bundle)
-            if needs_master(bundle[0]):
-                masters = torch.stack([state(p)["master"] for p in bundle])
-                current = masters.to(weights.dtype) == weights
-                buffers.append(torch.where(current, masters, weights.to(masters.dtype)))
-            else:
-                buffers.append(weights)
-        return buffers
+        found = {}
+        for k in sorted(wanted):
+            weights = _stacked(self.bundles[k], shared=True)
+            if needs_master(weights):
+                kept = _stacked([masters(p) for p in self.bundles[k]], shared=True)
+                current = kept.to(weights.dtype) == weights
+                weights = torch.where(current, kept, weights.to(kept.dtype))
+            found[k] = weights
+        return found
 
-    def scatter_weights(self, buffers: Buffers, state: StateOf) -> None:
+    def scatter_weights(self, buffers: Buffers, masters: TensorOf) -> None:
         """Write weights back into the parameters, and into the masters of low-precision ones."""
-        for bundle, buffer in zip(self.bundles, buffers, strict=True):
-            values = list(buffer.unbind())
-            torch._foreach_copy_(bundle, values)
-            if needs_master(bundle[0]):
-                torch._foreach_copy_([state(p)["master"] for p in bundle], values)
+        self.scatter(buffers, itself, shared=True)
+        low = {k: x for k, x in buffers.items() if needs_master(self.bundles[k][0])}
+        self.scatter(low, masters)
 
     @property
     def device_types(self) -> Iterable[str]:
         """The device types the plan's parameters are on."""
         return {bundle[0].device.type for bundle in self.bundles}
+
+
+def itself(param: Tensor) -> Tensor:
+    """The parameter, as a `TensorOf`."""
+    return param
+
+
+def grad_of(param: Tensor) -> Tensor:
+    """The gradient of a parameter, which is there."""
+    assert param.grad is not None  # checks.has_gradients
+    return param.grad
+
+
+def _stacked(tensors: list[Tensor], shared: bool) -> Tensor:
+    return tensors[0][None] if shared and len(tensors) == 1 else torch.stack(tensors)
 
 
 def needs_master(param: Tensor) -> bool:

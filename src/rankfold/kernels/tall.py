@@ -77,7 +77,8 @@ def _combine_kernel(
     a_ptr, c_a_ptr, t_ptr, c_t_ptr, plus_ptr, alive_ptr, out_ptr,
     m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight, plus_weight,
     R: tl.constexpr, ROWS: tl.constexpr,
-    HAS_A: tl.constexpr, ADD_A: tl.constexpr, TURN_T: tl.constexpr, PLUS: tl.constexpr, MASKED: tl.constexpr,
+    HAS_A: tl.constexpr, ADD_A: tl.constexpr, TURN_T: tl.constexpr,
+    PLUS: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sign A c_A plus T c_T or weight T, plus A if asked; A alone for members not alive."""

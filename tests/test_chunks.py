@@ -1,0 +1,117 @@
+"""Stacks too large for the workspace go in chunks, and one stored as a stack without a copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rankfold
+from rankfold import Factor, Grid, stacks
+from rankfold.geometries import GEOMETRIES
+from rankfold.movers import movers
+from rankfold.stacks import Plan, itself
+
+from .moving_cases import LAYERS, LAYOUTS, M, Maker, Problem, R, close, results, step
+from .watching import Watch
+
+every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
+
+
+def biased(make: Maker) -> list[Grid]:
+    """Ragged heights and biases, which go by bundles everywhere."""
+    return [
+        Grid([make(M, R), make(M - 2, R)], Factor(make(2 * R, M), axis=0, bias=make(2 * R), rank=R))
+        for _ in range(LAYERS + 2)
+    ]
+
+
+@every_geometry
+@pytest.mark.parametrize("layout", [*LAYOUTS, "biased"])
+def test_chunks_change_nothing(layout: str, geometry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "biased", biased)
+    found = []
+    for workspace in (2**30, 1, 5 * 4 * 5 * M * R):
+        monkeypatch.setattr(stacks, "_WORKSPACE_BYTES", workspace)
+        problem = Problem(layout)
+        most = max(len(stack.chunks()) for stack in problem.plan.stacks)
+        assert most == 1 if workspace == 2**30 else most >= 3
+        if workspace == 1:
+            assert most == max(len(stack.members) for stack in problem.plan.stacks)
+        for stack in problem.plan.stacks:
+            covered = [k for part in stack.chunks() for k in range(part.start, part.stop)]
+            assert covered == list(range(len(stack.members)))
+        optimizer = problem.optimizer(geometry, trust_region=0.5)
+        problem.gradients()
+        step(optimizer)
+        problem.gradients()
+        spoiled = problem.params[-1].grad  # of members that are not in the first chunk
+        assert spoiled is not None
+        spoiled.view(-1)[[0, -1]] = torch.nan
+        optimizer.record_diagnostics()
+        optimizer.step()
+        found.append((results(problem, optimizer), optimizer.counts(), optimizer.diagnostics()))
+    (ours, counts, numbers), *others = found
+    assert "skipped" in {event for events in counts.values() for event in events}
+    for theirs, other_counts, other_numbers in others:
+        close(theirs, ours, 2e-5)
+        assert other_counts == counts
+        assert list(other_numbers) == list(numbers)
+        for member, values in numbers.items():
+            assert other_numbers[member] == pytest.approx(values, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("workspace", [2**30, 1])
+@every_geometry
+def test_a_stack_stored_as_one_is_not_copied(
+    geometry: str, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_WORKSPACE_BYTES", workspace)
+    make = Maker(torch.float32)
+    a, b = make(5, M, R), make(5, M + 1, R)
+    grid = Grid(a, b, groups=5)
+    with pytest.warns(UserWarning, match="singular values"):
+        rankfold.orthonormalize_(grid)
+    plan = Plan([("g", grid)])
+    (mover,) = movers(plan, {"weight": itself})
+    read = mover.read("weight", plan.stacks[0], slice(0, 5))
+    assert [x.data_ptr() for x in read] == [a.data_ptr(), b.data_ptr()]
+    pairs = [(nn.Parameter(x.clone()), nn.Parameter(y.clone())) for x, y in zip(a, b, strict=True)]
+    optimizer = rankfold.RiemannianSGD([grid], 0.02, geometry=geometry, momentum=0.9)
+    other = rankfold.RiemannianSGD(
+        [Grid(*pair) for pair in pairs], 0.02, geometry=geometry, momentum=0.9
+    )
+    for k in range(3):
+        a.grad, b.grad = make(5, M, R).detach(), make(5, M + 1, R).detach()
+        for pair, *grads in zip(pairs, a.grad, b.grad, strict=True):
+            for p, g in zip(pair, grads, strict=True):
+                p.grad = g
+        before = a.grad.clone(), b.grad.clone()
+        if k == 0:
+            step(optimizer)
+            step(other)
+            continue
+        with Watch() as watch:
+            optimizer.step()
+        assert "aten._foreach_copy_.default" not in watch.operations
+        assert torch.equal(a.grad, before[0])
+        assert torch.equal(b.grad, before[1])
+        other.step()
+    for whole, parts in zip((a, b), zip(*pairs, strict=True), strict=True):
+        close([whole.detach()], [torch.stack(parts).detach()], 1e-5)
+        kept = torch.stack([other.state[p]["momentum"] for p in parts])
+        close([optimizer.state[whole]["momentum"]], [kept], 1e-5)
+
+
+def test_a_stack_stored_as_one_is_left_alone_by_errors() -> None:
+    make = Maker(torch.float32)
+    a, b = make(5, M, R), make(5, M + 1, R)
+    before = a.detach().clone(), b.detach().clone()
+    optimizer = rankfold.RiemannianSGD(
+        [Grid(a, b, groups=5)], 0.02, geometry="fixed-quotient", on_nonfinite="raise"
+    )
+    a.grad, b.grad = torch.full_like(a, torch.nan), torch.ones_like(b)
+    with pytest.raises(RuntimeError, match="not finite"):
+        optimizer.step()
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])

@@ -1,0 +1,95 @@
+"""torch.compile around a step: how often it compiles, and that nothing changes. And capturable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from rankfold import RiemannianSGD
+
+from .heads import Heads
+from .reference import GEOMETRIES, ISOMETRIES
+from .toys import Toy
+
+every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
+# Torch notes that it leaves its own profiler label out of the graph.
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler record function")
+
+
+def set_lr(optimizer: RiemannianSGD, lr: float) -> None:
+    held = optimizer.param_groups[0]["lr"]
+    if isinstance(held, torch.Tensor):
+        held.fill_(lr)
+    else:
+        optimizer.param_groups[0]["lr"] = lr
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@every_geometry
+def test_no_compilation_after_the_second_step(geometry: str, kind: str) -> None:
+    torch._dynamo.reset()
+    compiled, plain = Heads(), Heads()
+    counter = CompileCounter()
+    runs: list[tuple[Heads, RiemannianSGD, Any]] = []
+    for model in (compiled, plain):
+        lr: Any = 0.05 if kind == "number" else torch.tensor(0.05)
+        options: dict[str, Any] = {"momentum": 0.9, "capturable": kind == "tensor"}
+        optimizer = RiemannianSGD([model.grid()], lr, geometry=geometry, **options)
+        runs.append((model, optimizer, optimizer.step))
+    runs[0] = (compiled, runs[0][1], torch.compile(runs[0][2], backend=counter))
+    frames = []
+    for k in range(50):
+        for model, optimizer, step in runs:
+            set_lr(optimizer, 0.05 * (1 - k / 60))
+            model.backward()
+            step()
+        frames.append(counter.frame_count)
+    assert frames[0] > 0
+    assert len(set(frames[1:])) == 1, frames
+    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@every_geometry
+def test_capturable_steps_are_the_steps(geometry: str) -> None:
+    """A tensor for the learning rate takes other ways to the same point."""
+    models = Heads(), Heads()
+    rates: tuple[float | torch.Tensor, ...] = (0.05, torch.tensor(0.05))
+    for model, lr in zip(models, rates, strict=True):
+        capturable = isinstance(lr, torch.Tensor)
+        optimizer = RiemannianSGD([model.grid()], lr, geometry=geometry, capturable=capturable)
+        model.run(optimizer, 5)
+        assert optimizer.counts() == {}
+    assert (models[0].a - models[1].a).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("geometry", ISOMETRIES)
+def test_the_longest_captured_step_of_an_isometry(geometry: str) -> None:
+    ends = []
+    for lr in (0.5, 0.8):
+        model = Heads()
+        optimizer = RiemannianSGD(
+            [model.grid()], torch.tensor(lr), geometry=geometry, capturable=True
+        )
+        model.run(optimizer, 3)
+        assert model.survives(geometry)
+        ends.append(model.a.detach().clone())
+        counted = {"clipped": 3} if lr > 0.5 else None
+        assert optimizer.counts().get("w[0]") == counted
+    assert torch.equal(*ends)
+
+
+def test_capturable_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match="capturable=True needs lr as a 0-dim tensor"):
+        RiemannianSGD(Toy().grids(), 0.1, geometry="fixed-quotient", capturable=True)
+    with pytest.raises(ValueError, match="capturable=True cannot look at values"):
+        RiemannianSGD(
+            Toy().grids(),
+            torch.tensor(0.1),
+            geometry="fixed-quotient",
+            capturable=True,
+            on_nonfinite="raise",
+        )
