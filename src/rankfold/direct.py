@@ -36,7 +36,8 @@ _recorded: dict[int, tuple[Tensor, Tensor]] = {}
 def eligible(stack: Stack) -> bool:
     """Whether a stack can go the direct path now."""
     # Compiled code has no addresses, and fuses the plain operations itself.
-    return not torch.compiler.is_compiling() and kernels.serve() and stack.regular
+    device = stack.sources[0].left[0].params[0].device
+    return not torch.compiler.is_compiling() and kernels.available(device) and stack.regular
 
 
 def is_regular(stack: Stack) -> bool:

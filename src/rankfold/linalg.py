@@ -45,8 +45,10 @@ def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
 
     A ``guess`` that is likely to be near it makes a kernel faster and changes nothing else.
     """
+    if guess is not None and kernels.serve_small(x):
+        return kernels.refine.inverse(x, guess)
     if kernels.serve(x):
-        return kernels.small.inverse(x) if guess is None else kernels.refine.inverse(x, guess)
+        return kernels.small.inverse(x)
     result: Tensor = torch.linalg.inv_ex(x, check_errors=False).inverse
     return result
 
@@ -97,8 +99,10 @@ def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
 
     Any root will do where this is used: the triangular one, or the symmetric one in a kernel.
     """
-    if kernels.serve(gram):
+    if kernels.serve_small(gram):
         return kernels.refine.root(gram)
+    if kernels.serve(gram):
+        return kernels.small.cholesky_inverse(gram)[:2]
     lower: Tensor = torch.linalg.cholesky_ex(gram, check_errors=False).L
     return lower, _triangular_inverse(lower)
 
@@ -251,7 +255,7 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
     (σ_{r+1}/σ_r)² an iteration, from t³ at the start for a step of relative size t.
     """
     iterations = rank_iterations(core.dtype)
-    if kernels.serve(core):
+    if kernels.serve_small(core):
         left, right, left_inverse, distances = kernels.refine.best_rank_core(
             core, xx, yy, guess, iterations
         )

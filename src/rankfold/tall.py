@@ -16,21 +16,21 @@ from . import kernels
 
 def overlap(x: Tensor, y: Tensor) -> Tensor:
     """``xᵀ y``, (..., r, r)."""
-    if kernels.serve_sums(x, y):
+    if kernels.serve_small(x, y):
         return kernels.tall.sums(x, y, cross=True)[0]
     return x.mT @ y
 
 
 def gram(x: Tensor) -> Tensor:
     """``xᵀ x``, (..., r, r)."""
-    if kernels.serve_sums(x):
+    if kernels.serve_small(x):
         return kernels.tall.sums(x, None, own=True)[0]
     return x.mT @ x
 
 
 def turned_gram(x: Tensor, turn: Tensor) -> Tensor:
     """``CᵀC`` of ``C = x turn``, (..., r, r)."""
-    if kernels.serve_sums(x):
+    if kernels.serve_small(x):
         return kernels.tall.sums(None, x, turn, square=True)[0]
     turned = x @ turn
     return turned.mT @ turned
@@ -38,7 +38,7 @@ def turned_gram(x: Tensor, turn: Tensor) -> Tensor:
 
 def turned_square(x: Tensor, turn: Tensor) -> Tensor:
     """``‖x turn‖²`` over the last two dimensions, (...)."""
-    if kernels.serve_sums(x):
+    if kernels.serve_small(x):
         return kernels.tall.sums(None, x, turn, norm=True)[0]
     return (x @ turn).square().flatten(-2).sum(-1)
 
@@ -52,7 +52,7 @@ class TurnedGrams(NamedTuple):
 
 def turned_grams(a: Tensor, t: Tensor, turn: Tensor) -> TurnedGrams:
     """Overlap and Gram matrix of ``t turn``."""
-    if kernels.serve_sums(a, t):
+    if kernels.serve_small(a, t):
         return TurnedGrams(*kernels.tall.sums(a, t, turn, cross=True, square=True))
     turned = t @ turn
     return TurnedGrams(a.mT @ turned, turned.mT @ turned)
@@ -68,7 +68,7 @@ class Grams(NamedTuple):
 
 def grams(u: Tensor, x: Tensor) -> Grams:
     """All overlaps of two tall factors."""
-    if kernels.serve_sums(u, x):
+    if kernels.serve_small(u, x):
         return Grams(*kernels.tall.sums(u, x, own=True, cross=True, square=True))
     return Grams(u.mT @ u, u.mT @ x, x.mT @ x)
 

@@ -75,7 +75,7 @@ class FixedEmbedded(EmbeddedGeometry):
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
         svd = options.retraction == "svd" and not options.rank_floor
-        if svd and kernels.serve_whole(coords.k):
+        if svd and kernels.serve_small(coords.k):
             return self._retract_in_one(frame, coords, scale, options)
         g = tall.per_member(scale, coords.k)
         r_a, r_b = frame.left.triangle, frame.right.triangle

@@ -54,7 +54,7 @@ class IsometryEmbedded(EmbeddedGeometry):
         self, frame: Pair, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
         spread = _gram_spread(options.reach)
-        if linalg.is_small(spread) and kernels.serve_whole(coords.k):
+        if linalg.is_small(spread) and kernels.serve_small(coords.k):
             return self._retract_in_one(coords, scale, options)
         g = tall.per_member(scale, coords.k)
         eye = linalg.identity_like(coords.k)

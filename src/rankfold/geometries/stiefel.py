@@ -154,7 +154,7 @@ class Columns(NamedTuple):
 
 
 def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
-    if kernels.serve(overlap.left, overlap.right):
+    if kernels.serve_small(overlap.left, overlap.right):
         return Pair(*kernels.stiefel.corrections(*overlap, left, right))
     skews = [skew(x) for x in overlap]
     totals = [x.sum(1, keepdim=True) for x in skews]
@@ -168,7 +168,7 @@ def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
 
 
 def _landing(grams: Grams, scale: Tensor, retraction: str, spread: float | None) -> Columns:
-    if retraction == "polar" and linalg.is_small(spread) and kernels.serve(grams.own):
+    if retraction == "polar" and linalg.is_small(spread) and kernels.serve_small(grams.own):
         steps = linalg.newton_schulz_steps(spread, scale.dtype)
         return Columns(*kernels.stiefel.landing(*grams, scale, steps))
     g = tall.per_member(scale, grams.own)

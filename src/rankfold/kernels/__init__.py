@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LARGEST_RANK = 128
 _SMALL_RANK = 64
+_SHARED_MEMORY = 227 * 1024  # bytes a program may take on the GPUs these kernels are shaped for
 
 enabled = os.environ.get("RANKFOLD_KERNELS", "1") != "0"
 
@@ -32,17 +33,26 @@ def serve(*tensors: Tensor) -> bool:
     fit = all(
         x.is_cuda and x.dtype == torch.float32 and x.shape[-1] <= _LARGEST_RANK for x in tensors
     )
-    return fit and enabled and _importable()
+    return fit and available(tensors[0].device)
 
 
-def serve_whole(matrices: Tensor) -> bool:
-    """Whether one program can also hold all r×r matrices of a retraction at once."""
-    return serve(matrices) and matrices.shape[-1] <= _SMALL_RANK
+def available(device: torch.device) -> bool:
+    """Whether kernels run on a device: switched on, with Triton, on a GPU with room for them."""
+    return enabled and device.type == "cuda" and _importable() and _has_room(device)
 
 
-def serve_sums(*factors: Tensor) -> bool:
-    """Whether kernels sum over rows faster than the library's products: above this they do not."""
-    return serve(*factors) and factors[0].shape[-1] <= _SMALL_RANK
+def serve_small(*tensors: Tensor) -> bool:
+    """Whether r is small, too: one program then holds many r×r matrices at once.
+
+    Above that the library's own products are as fast as sums over rows in a kernel.
+    """
+    return serve(*tensors) and tensors[0].shape[-1] <= _SMALL_RANK
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= _SHARED_MEMORY
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Triton kernels that invert r×r float32 matrices by products alone, starting from a good guess.
+"""Triton kernels that invert r×r float32 matrices, r up to 64, by products from a good guess.
 
 Elimination is a chain of r dependent steps; a product of two r×r matrices is one instruction
 stream. In a step on the fixed-rank manifold nearly every inverse has a neighbour that is known
@@ -11,6 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Six bfloat16 products of operands split in three: the accuracy of float32 on tensor cores.
+# Triton's interpreter does not know them, and has no tensor cores.
+PRECISION = "ieee" if triton.knobs.runtime.interpret else "bf16x6"
 
 
 @triton.jit
@@ -68,7 +72,7 @@ def best_rank(core, xx, yy, guess, eye, moved_ptr, ITERATIONS: tl.constexpr, P: 
     inverse = invert(core, guess, eye, P)
     right = tl.zeros_like(core)
     left = core
-    for k in tl.static_range(ITERATIONS):
+    for k in range(ITERATIONS):
         normal = tl.trans(core) + dot(xx, inverse, P)
         change = -right
         right = invert(normal, tl.trans(inverse), eye, P)
@@ -137,15 +141,9 @@ def _root_kernel(m_ptr, root_ptr, inverse_ptr, r, R: tl.constexpr, PRECISION: tl
     tl.store(inverse_ptr + place, inverse, mask=inside)
 
 
-def launch(r: int, *, split: bool = False) -> dict[str, int | str]:
-    """How a kernel of one program a matrix is launched for matrices r×r.
-
-    ``split`` allows products of split operands on tensor cores, for iterations that correct
-    themselves; matrices above 64×64 leave no room for them in shared memory.
-    """
-    padded = max(16, int(triton.next_power_of_2(r)))
-    precision = "tf32x3" if split and padded <= 64 else "ieee"
-    return {"R": padded, "PRECISION": precision, "num_warps": 4 if padded <= 64 else 16}
+def launch(r: int) -> dict[str, int | str]:
+    """How a kernel of one program a matrix is launched for matrices r×r."""
+    return {"R": max(16, int(triton.next_power_of_2(r))), "PRECISION": PRECISION, "num_warps": 4}
 
 
 def inverse(x: Tensor, guess: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ def inverse(x: Tensor, guess: Tensor) -> Tensor:
     guess = guess.expand_as(x).contiguous()
     out = torch.empty_like(x)
     r = x.shape[-1]
-    _inverse_kernel[(x.shape[:-2].numel(),)](x, guess, out, r, **launch(r, split=True))
+    _inverse_kernel[(x.shape[:-2].numel(),)](x, guess, out, r, **launch(r))
     return out
 
 
@@ -180,6 +178,6 @@ def best_rank_core(
     moved = core.new_empty(*core.shape[:-2], iterations)
     r = core.shape[-1]
     _best_rank_kernel[(core.shape[:-2].numel(),)](
-        core, xx, yy, guess, *made, moved, r, ITERATIONS=iterations, **launch(r, split=True)
+        core, xx, yy, guess, *made, moved, r, ITERATIONS=iterations, **launch(r)
     )
     return made[0], made[1], made[2], moved

@@ -107,7 +107,7 @@ def fixed_embedded(
     made = [torch.empty_like(given[4]) for _ in range(8)]
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
-    how = {**launch(r, split=True), "num_warps": 8}
+    how = {**launch(r), "num_warps": 8}
     _fixed_kernel[(batch,)](*given, *made, moved, norm, r, ITERATIONS=iterations, **how)
     return made[:4], made[4:], moved, norm
 
@@ -119,8 +119,6 @@ def _isometry_kernel(
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = PRECISION
-    # Orthonormality is as good as the last of these products.
-    Q: tl.constexpr = "ieee"
     rows = tl.arange(0, R)[:, None]
     cols = tl.arange(0, R)[None, :]
     inside = (rows < r) & (cols < r)
@@ -134,27 +132,27 @@ def _isometry_kernel(
     p, f, _ = best_rank(core, xx, yy, eye, eye, moved_ptr + member * ITERATIONS, ITERATIONS, P)
 
     inner_b = g * tl.load(inner_b_ptr + place, mask=inside, other=0.0)
-    gram = dot(yy - dot(tl.trans(inner_b), inner_b, Q), f, Q)
-    gram = tl.load(own_v_ptr + place, mask=inside, other=eye) + dot(tl.trans(f), gram, Q)
-    _, v = roots(gram, eye, Q)
-    norm = tl.sqrt(total(tl.where(inside, v * dot(gram, v, Q), 0.0)))
-    y = dot(f, v, Q)
+    gram = dot(yy - dot(tl.trans(inner_b), inner_b, P), f, P)
+    gram = tl.load(own_v_ptr + place, mask=inside, other=eye) + dot(tl.trans(f), gram, P)
+    _, v = roots(gram, eye, P)
+    norm = tl.sqrt(total(tl.where(inside, v * dot(gram, v, P), 0.0)))
+    y = dot(f, v, P)
     tl.store(v_ptr + place, v, mask=inside)
     tl.store(y_ptr + place, g * y, mask=inside)
-    tl.store(to_b_ptr + place, v - eye - dot(inner_b, y, Q), mask=inside)
+    tl.store(to_b_ptr + place, v - eye - dot(inner_b, y, P), mask=inside)
 
     inner_a = g * tl.load(inner_a_ptr + place, mask=inside, other=0.0)
-    gram = xx - dot(tl.trans(inner_a), inner_a, Q)
+    gram = xx - dot(tl.trans(inner_a), inner_a, P)
     own = tl.load(own_u_ptr + place, mask=inside, other=eye)
-    gram += dot(tl.trans(p), dot(own, p, Q), Q)
-    gram = dot(tl.trans(v), dot(gram, v, Q), Q)
-    _, scaling = roots(gram, eye, Q)
-    norm += tl.sqrt(total(tl.where(inside, scaling * dot(gram, scaling, Q), 0.0)))
-    x = dot(v, scaling, Q)
-    u = dot(p, x, Q)
+    gram += dot(tl.trans(p), dot(own, p, P), P)
+    gram = dot(tl.trans(v), dot(gram, v, P), P)
+    _, scaling = roots(gram, eye, P)
+    norm += tl.sqrt(total(tl.where(inside, scaling * dot(gram, scaling, P), 0.0)))
+    x = dot(v, scaling, P)
+    u = dot(p, x, P)
     tl.store(u_ptr + place, u, mask=inside)
     tl.store(x_ptr + place, g * x, mask=inside)
-    tl.store(to_a_ptr + place, u - eye - dot(inner_a, x, Q), mask=inside)
+    tl.store(to_a_ptr + place, u - eye - dot(inner_a, x, P), mask=inside)
     tl.store(norm_ptr + member, norm)
 
 
@@ -174,6 +172,6 @@ def isometry_embedded(
     made = [torch.empty_like(given[0]) for _ in range(6)]
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
-    how = {**launch(r, split=True), "num_warps": 8}
+    how = {**launch(r), "num_warps": 8}
     _isometry_kernel[(batch,)](*given, *made, moved, norm, r, ITERATIONS=iterations, **how)
     return made[:4], made[4:], moved, norm

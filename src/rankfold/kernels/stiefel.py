@@ -1,4 +1,4 @@
-"""Triton kernels for the r×r part of a step on orthonormal factors, float32, r up to 128."""
+"""Triton kernels for the r×r part of a step on orthonormal factors, float32, r up to 64."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Six bfloat16 products of operands split in three: the accuracy of float32 on tensor cores.
-# Triton's interpreter does not know them, and has no tensor cores.
-_PRECISION = "ieee" if triton.knobs.runtime.interpret else "bf16x6"
+from .refine import PRECISION
+
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
 
 
@@ -182,7 +181,7 @@ def sums(
     _sums_kernel[(factors, parts)](
         a, t, turns, *made, m, r, run, parts, repeat,
         R=_padded(r), ROWS=rows, TURN=turn is not None,
-        OWN=own, CROSS=cross, SQUARE=square, NORM=norm, PRECISION=_PRECISION,
+        OWN=own, CROSS=cross, SQUARE=square, NORM=norm, PRECISION=PRECISION,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     found = [x for x, flag in zip(made, wanted, strict=True) if flag]
@@ -220,6 +219,6 @@ def combine(
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
         R=_padded(r), ROWS=rows, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
-        PRECISION=_PRECISION, num_warps=4, num_stages=2 if r <= 64 else 1,
+        PRECISION=PRECISION, num_warps=4, num_stages=2 if r <= 64 else 1,
     )  # fmt: skip
     return out
