@@ -277,7 +277,7 @@ def trust_the_formula() -> Patch:
         self: StiefelGeometry, frame: StiefelFrame, coords: StiefelTangent, scale: Tensor, _: Any
     ) -> base.Landing:
         new = []
-        for u, vector in zip(frame.point, coords.vector, strict=True):
+        for u, vector, _ in coords:
             step = tall.per_member(scale, vector) * vector
             gram = step.mT @ step + linalg.identity_like(step.mT @ step)
             new.append((u + step) @ linalg._inverse_sqrt(gram, 6))

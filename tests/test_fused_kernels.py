@@ -131,11 +131,15 @@ def test_landing_and_corrections(r: int) -> None:
     scale = torch.tensor([0.1, 1.0, 0.5], device=DEVICE)
     grams = tall.Grams(u.mT @ u, u.mT @ x, x.mT @ x)
     steps = linalg.newton_schulz_steps(0.55, torch.float32)
-    found = kernels.stiefel.landing(*grams, scale, steps)
-    wide = tall.Grams(*(g.double() for g in grams))
-    expected = stiefel._landing(wide, scale.double(), "polar", 0.55)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.double() - other).abs().max() < 16 * EPS
+    change, share, norm = kernels.stiefel.landing(*grams, scale, steps)
+    assert (norm - r**0.5).abs().max() < 1e-5
+    wide, xi = u.double(), x.double()
+    new = wide + wide @ change.double() + xi @ share.double()
+    tangent = xi - wide @ linalg.sym(wide.mT @ xi)
+    left, _, right = torch.linalg.svd(
+        wide + scale.double()[:, None, None, None] * tangent, full_matrices=False
+    )
+    assert (new - left @ right).abs().max() < 16 * EPS
     left, right = randn(3, 2, r, r, seed=9), randn(3, 1, r, r, seed=10)
     weights = stiefel.Correction(0.3, -0.2, 0.5, 0.7), stiefel.Correction(1.0, 0.4, -0.5, 0.9)
     made = kernels.stiefel.corrections(left, right, *weights)

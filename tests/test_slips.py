@@ -103,7 +103,7 @@ def printed_spectral_norm(
     self: StiefelGeometry, frame: StiefelFrame, coords: StiefelTangent
 ) -> Tensor:
     """A.3.1 Step 3 with S = Q Λ^{1/2}."""
-    (u, v), (m_u, m_v) = frame.point, coords.vector
+    (u, v), m_u, m_v = frame.point, coords.left.xi, coords.right.xi
     stack = [x.flatten(1, 2) for x in (m_u, u, v, m_v)]
     a, b = torch.cat(stack[:2], -1), torch.cat(stack[2:], -1)
     values, q = torch.linalg.eigh(a.mT @ a)

@@ -28,6 +28,7 @@ class Pair(NamedTuple):
 # The longest normalized step of an isometry in capturable mode. Its retraction runs a number of
 # iterations fixed beforehand, which serve any step up to this one.
 LONGEST_CAPTURED = 0.5
+_COMMON_REACH = 0.25
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class StepOptions:
             return None
         if isinstance(self.lr, Tensor):
             return LONGEST_CAPTURED if self.capturable else None
+        if torch.compiler.is_compiling():
+            # A bound that a changing learning rate stays below, so that nothing compiles again.
+            return _COMMON_REACH if self.lr <= _COMMON_REACH else None
         return self.lr
 
 

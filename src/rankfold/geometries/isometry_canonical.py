@@ -26,6 +26,6 @@ class IsometryCanonical(StiefelGeometry):
         return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        inner = frame.j * linalg.squared_norm(coords.left.cross, 3)
-        inner = inner + frame.i * linalg.squared_norm(coords.right.cross, 3)
+        inner = frame.j * linalg.squared_norm(coords.left.cross(), 3)
+        inner = inner + frame.i * linalg.squared_norm(coords.right.cross(), 3)
         return torch.sqrt((weighted_square(frame, coords) - inner / 2).clamp_min(0))

@@ -131,7 +131,7 @@ class IsometryEmbeddedGrid(StiefelGeometry):
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         # ‖Ξ_ij‖² = ‖X_i‖² + ‖Y_j‖² + ‖Ω_i − Ψ_j‖², summed over the grid.
-        crossed = (coords.left.cross.sum(1) * coords.right.cross.sum(1)).sum((-2, -1))
+        crossed = (coords.left.cross().sum(1) * coords.right.cross().sum(1)).sum((-2, -1))
         square = weighted_square(frame, coords) - 2 * crossed
         return torch.sqrt(square.clamp_min(0))
 

@@ -31,12 +31,33 @@ class StiefelFrame(NamedTuple):
     j: int
 
 
-class StiefelTangent(NamedTuple):
-    """A tangent vector and, for each block, UᵀU, UᵀΞ_U and Ξ_UᵀΞ_U (batch, blocks, r, r)."""
+class Side(NamedTuple):
+    """U (batch, blocks, m, r) and a tangent vector Ξ there, with all their overlaps in a kernel."""
 
-    vector: Pair
-    left: Grams
-    right: Grams
+    u: Tensor
+    xi: Tensor
+    grams: Grams | None
+
+    def cross(self) -> Tensor:
+        """UᵀΞ of every block, (batch, blocks, r, r)."""
+        return tall.overlap(self.u, self.xi) if self.grams is None else self.grams.cross
+
+    def square(self) -> Tensor:
+        """ΞᵀΞ of every block, (batch, blocks, r, r)."""
+        return tall.gram(self.xi) if self.grams is None else self.grams.square
+
+    def squared_norm(self) -> Tensor:
+        """‖Ξ‖² over all blocks, (batch,)."""
+        if self.grams is None:
+            return linalg.squared_norm(self.xi, 3)
+        return self.grams.square.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
+
+
+class StiefelTangent(NamedTuple):
+    """A tangent vector, side by side."""
+
+    left: Side
+    right: Side
 
 
 class Correction(NamedTuple):
@@ -114,15 +135,14 @@ class StiefelGeometry(Geometry):
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
         u, v = frame.point
-        left, right = tall.grams(u, tangent.left), tall.grams(v, tangent.right)
-        return StiefelTangent(tangent, left, right)
+        return StiefelTangent(_side(u, tangent.left), _side(v, tangent.right))
 
     def spectral_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return linalg.spectral_norm(
-            coords.left.square.sum(1),
-            coords.left.cross.sum(1),
-            coords.right.square.sum(1),
-            coords.right.cross.sum(1),
+            coords.left.square().sum(1),
+            coords.left.cross().sum(1),
+            coords.right.square().sum(1),
+            coords.right.cross().sum(1),
             frame.i,
             frame.j,
         )
@@ -130,27 +150,49 @@ class StiefelGeometry(Geometry):
     def retract(
         self, frame: StiefelFrame, coords: StiefelTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
-        spread = gram_spread(options.reach)
-        left, right = (
-            _landing(grams, scale, options.retraction, spread)
-            for grams in (coords.left, coords.right)
-        )
-        alive = left.norm.amax(1) + right.norm.amax(1) <= options.largest
-        (u, v), (x, y) = frame.point, coords.vector
+        retraction = options.retraction
+        tangent = gram_spread(options.reach)
+        fused = coords.left.grams is not None and retraction == "polar"
+        if fused and linalg.is_small(tangent):
+            return _land_in_one(coords, scale, options, tangent)
+        moved = Pair(*(torch.addcmul(s.u, tall.per_member(scale, s.u), s.xi) for s in coords))
+        spread = moved_spread(options.reach)
+        columns = [orthonormal_scaling(tall.gram(x), retraction, spread) for x in moved]
+        alive = _within([norm for _, norm in columns], options.largest)
         new = Pair(
-            tall.move(u, left.change, x, left.share, alive),
-            tall.move(v, right.change, y, right.share, alive),
+            *(
+                tall.choose(alive, x @ scaling, u)
+                for x, (scaling, _), u in zip(moved, columns, frame.point, strict=True)
+            )
         )
-        new, alive = finish(new, frame.point, alive, options.retraction, spread)
+        new, alive = finish(new, frame.point, alive, retraction, spread)
         return Landing(new, None, alive, None)
 
 
-class Columns(NamedTuple):
-    """Orthonormal columns U + U ``change`` + Ξ ``share``, (..., r, r), and their norm (...)."""
+def _side(u: Tensor, xi: Tensor) -> Side:
+    return Side(u, xi, tall.grams(u, xi) if kernels.serve_small(u, xi) else None)
 
-    change: Tensor
-    share: Tensor
-    norm: Tensor
+
+def _within(norms: list[Tensor], largest: float) -> Tensor:
+    """Members (batch,) none of whose blocks' norms (batch, blocks) is too large or not a number."""
+    left, right = (norm.amax(1) for norm in norms)
+    return left + right <= largest
+
+
+def _land_in_one(
+    coords: StiefelTangent, scale: Tensor, options: StepOptions, spread: float
+) -> Landing:
+    """A polar step with all of its r×r work in one kernel a side, from overlaps made before."""
+    steps = linalg.newton_schulz_steps(spread, scale.dtype)
+    made = [kernels.stiefel.landing(*s.grams, scale, steps) for s in coords if s.grams]
+    alive = _within([norm for _, _, norm in made], options.largest)
+    new = Pair(
+        *(
+            tall.move(s.u, change, s.xi, share, alive)
+            for s, (change, share, _) in zip(coords, made, strict=True)
+        )
+    )
+    return Landing(new, None, alive, None)
 
 
 def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
@@ -165,22 +207,6 @@ def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
         )
     )
     return Pair(*made)
-
-
-def _landing(grams: Grams, scale: Tensor, retraction: str, spread: float | None) -> Columns:
-    if retraction == "polar" and linalg.is_small(spread) and kernels.serve_small(grams.own):
-        steps = linalg.newton_schulz_steps(spread, scale.dtype)
-        return Columns(*kernels.stiefel.landing(*grams, scale, steps))
-    g = tall.per_member(scale, grams.own)
-    # What is left of a gradient that is all but normal is rounding, and not tangent; scaled to
-    # a full step it would break the bound on the Gram matrix below.
-    off = g * sym(grams.cross)
-    across = g * (grams.cross - off @ grams.cross)  # (U − U off)ᵀ γΞ
-    turned = grams.own - off @ grams.own
-    gram = turned - turned @ off + across + across.mT + g * g * grams.square
-    scaling, norm = orthonormal_scaling(gram, retraction, spread)
-    eye = linalg.identity_like(scaling)
-    return Columns(scaling - eye - off @ scaling, g * scaling, norm)
 
 
 def orthonormal_scaling(
@@ -225,17 +251,22 @@ def finish(
 
 def weighted_square(frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
     """J Σ‖Ξ_Ui‖² + I Σ‖Ξ_Vj‖², (batch,)."""
-    left, right = (
-        grams.square.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
-        for grams in (coords.left, coords.right)
-    )
-    return frame.j * left + frame.i * right
+    return frame.j * coords.left.squared_norm() + frame.i * coords.right.squared_norm()
 
 
 def gram_spread(reach: float | None) -> float | None:
-    """How far (U + Ξ)ᵀ(U + Ξ) = I + ΞᵀΞ can be from I for a step of length ``reach``.
+    """How far (U + Ξ)ᵀ(U + Ξ) = I + ΞᵀΞ can be from I for a tangent step of length ``reach``.
 
     No metric here lets a factor move by more than √2 of the step's length. The margin is for
     factors that were reloaded from bfloat16 and are not yet orthonormal to working precision.
     """
     return None if reach is None else 2 * reach**2 + 0.05
+
+
+def moved_spread(reach: float | None) -> float | None:
+    """The same where the step need not be tangent.
+
+    What is left of a gradient that is all but normal is rounding, and not tangent, but is scaled
+    to a full step like any other.
+    """
+    return None if reach is None else 2 * 2**0.5 * reach + 2 * reach**2 + 0.05

@@ -105,8 +105,10 @@ def corrections(
 def landing(
     own: Tensor, cross: Tensor, square: Tensor, scale: Tensor, steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``change`` and ``share`` (batch, blocks, r, r) and norms (batch, blocks) of a polar landing.
+    """The polar factor of U + γΞ as U + U ``change`` + Ξ ``share``, and its norm.
 
+    What of UᵀΞ is symmetric is rounding, and taken out first. ``change`` and ``share`` are
+    (batch, blocks, r, r), norms (batch, blocks).
     ``own``, ``cross`` and ``square`` are (batch, blocks, r, r), ``scale`` is (batch,).
     """
     own, cross, square, scale = (x.contiguous() for x in (own, cross, square, scale))
