@@ -12,7 +12,7 @@ from rankfold.geometries import GEOMETRIES
 from rankfold.movers import movers
 from rankfold.stacks import Plan, itself
 
-from .moving_cases import LAYERS, LAYOUTS, M, Maker, Problem, R, close, results, step
+from .moving_cases import LAYERS, LAYOUTS, M, Maker, Problem, R, close, few_steps, results, step
 from .watching import Watch
 
 every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -115,3 +115,20 @@ def test_a_stack_stored_as_one_is_left_alone_by_errors() -> None:
         optimizer.step()
     assert torch.equal(a, before[0])
     assert torch.equal(b, before[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plans_that_fit_a_cache_change_nothing(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for room in (2**30, 1):
+        monkeypatch.setattr(stacks, "_CACHED_BYTES", room)
+        problem = Problem(layout)
+        plans = stacks.plans_for([(str(k), grid) for k, grid in enumerate(problem.grids)])
+        held = [id(p) for plan in plans for bundle in plan.bundles for p in bundle]
+        assert sorted(held) == sorted(id(p) for p in problem.params)  # each in one plan
+        shared = sum(len(set(grid.params())) for grid in problem.grids) > len(problem.params)
+        assert len(plans) == 1 if room > 1 else len(plans) > 1 or shared
+        found.append(few_steps(problem, "fixed-quotient"))
+    close(found[0], found[1], 1e-5)

@@ -18,7 +18,7 @@ from .geometries import EVENTS, geometry_for, is_isometry
 from .groups import as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
 from .precision import exact_arithmetic, working_dtype
-from .stacks import Plan, Stack, TensorOf, grad_of, itself, needs_master
+from .stacks import Plan, Stack, TensorOf, grad_of, itself, needs_master, plans_for
 
 Group = dict[str, Any]
 
@@ -110,7 +110,7 @@ class RiemannianSGD(Optimizer):
         super().__init__(groups, defaults)
 
     def _reset_caches(self) -> None:
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], list[Plan]] = {}
         self._looked_at: set[str] = set()
         self._counted: dict[str, Counter[str]] = {}
         self._recorded: list[tuple[list[str], dict[str, Tensor]]] | None = None
@@ -163,7 +163,7 @@ class RiemannianSGD(Optimizer):
         ready = [
             (group, plan)
             for index, group in enumerate(self.param_groups)
-            if (plan := self._plan(index, group)) is not None
+            for plan in self._plans_of(index, group)
         ]
         if self._recording:
             self._recorded = []
@@ -174,21 +174,21 @@ class RiemannianSGD(Optimizer):
                 self._update(group, plan)
 
     @uncompiled
-    def _plan(self, index: int, group: Group) -> Plan | None:
-        """The plan for the grids that have gradients now, kept until these or dtypes change."""
+    def _plans_of(self, index: int, group: Group) -> list[Plan]:
+        """Plans for the grids that have gradients now, kept until these or dtypes change."""
         active = [
             (name, grid)
             for name, grid in zip(group["grid_names"], group["grids"], strict=True)
             if checks.has_gradients(name, grid)
         ]
         if not active:
-            return None
+            return []
         key = (index, *((n, p.dtype, p.device) for n, grid in active for p in grid.params()))
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._counted = self._count_all()
                 self._plans.clear()
-            self._plans[key] = Plan(active)
+            self._plans[key] = plans_for(active)
         return self._plans[key]
 
     @uncompiled
@@ -303,7 +303,7 @@ class RiemannianSGD(Optimizer):
 
     def _count_all(self) -> dict[str, Counter[str]]:
         total = {member: Counter(events) for member, events in self._counted.items()}
-        for plan in self._plans.values():
+        for plan in (plan for plans in self._plans.values() for plan in plans):
             for stack in plan.stacks:
                 for member, events in stack.counts().items():
                     total.setdefault(member, Counter()).update(events)
