@@ -228,7 +228,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device_name": device_name(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": versions,
     }
