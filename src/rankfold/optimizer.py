@@ -255,8 +255,9 @@ class RiemannianSGD(Optimizer):
         a truncated-SVD retraction stopped short of convergence and kept its last iterate, a valid
         retraction all the same; many of these mean steps that are long beside the smallest
         singular value. ``lifted``: a Gram matrix was singular to working precision and its
-        diagonal lifted. ``clipped``: the step was cut to the trust region. Members to whom
-        nothing happened are left out. Synchronises with the device.
+        diagonal lifted. ``clipped``: the step was cut to the trust region, or to what a
+        ``capturable`` step may be. Members to whom nothing happened are left out. Synchronises
+        with the device.
         """
         return {member: dict(events) for member, events in self._count_all().items()}
 

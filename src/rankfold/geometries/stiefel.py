@@ -32,7 +32,11 @@ class StiefelFrame(NamedTuple):
 
 
 class Side(NamedTuple):
-    """U (batch, blocks, m, r) and a tangent vector Ξ there, with all their overlaps in a kernel."""
+    """U and a tangent vector Ξ there, (batch, blocks, m, r).
+
+    ``grams`` are all their overlaps where a kernel makes them at once, and None elsewhere, where
+    each is made when it is wanted.
+    """
 
     u: Tensor
     xi: Tensor
