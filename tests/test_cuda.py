@@ -269,3 +269,11 @@ def test_isometries_stay_orthonormal_whatever_the_users_precision(
     for grid in problem.grids:
         for param in grid.params():
             assert orthonormality_defect(param.detach()).max() < 1e-6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_steps_on_a_device_that_is_not_the_current_one(algorithm: tuple[Any, ...]) -> None:
+    problems = [Problem(algorithm[1], device, torch.float32) for device in ("cuda:0", "cuda:1")]
+    one, other = (run(problem, optimizer_for(problem, algorithm), 3) for problem in problems)
+    assert torch.equal(one, other)

@@ -17,7 +17,7 @@ from .factors import Grid, require_disjoint
 from .geometries import EVENTS, geometry_for, is_isometry
 from .groups import as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
-from .precision import exact_arithmetic, working_dtype
+from .precision import current_device, exact_arithmetic, working_dtype
 from .stacks import Plan, Stack, TensorOf, grad_of, itself, needs_master, plans_for
 
 Group = dict[str, Any]
@@ -171,7 +171,8 @@ class RiemannianSGD(Optimizer):
             for group, plan in ready:
                 self._look(group, plan)
             for group, plan in ready:
-                self._update(group, plan)
+                with current_device(plan.device):
+                    self._update(group, plan)
 
     @uncompiled
     def _plans_of(self, index: int, group: Group) -> list[Plan]:

@@ -1,9 +1,9 @@
-"""The arithmetic a step runs in: float32 or float64, never TensorFloat-32, never autocast."""
+"""What a step runs in: float32 or float64, never TensorFloat-32 or autocast; and on what device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol, cast
 
 import torch
@@ -58,3 +58,8 @@ def exact_arithmetic(device_types: Iterable[str]) -> Iterator[None]:
             if torch.amp.is_autocast_available(device_type):
                 settings.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: that is where kernels are launched, whatever they are given."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

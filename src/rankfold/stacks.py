@@ -289,18 +289,34 @@ class Plan:
         self.scatter(low, masters)
 
     @property
+    def device(self) -> torch.device:
+        """Where its first parameters are: all of them, in the plans of `plans_for`."""
+        return self.bundles[0][0].device
+
+    @property
     def device_types(self) -> Iterable[str]:
         """The device types the plan's parameters are on."""
         return {bundle[0].device.type for bundle in self.bundles}
 
 
 def plans_for(grids: Sequence[tuple[str, Grid]]) -> list[Plan]:
-    """Plans for all of these grids: one, or on a CPU as many as fit in its cache one by one."""
+    """Plans for all of these grids: one a device, on a CPU as many as fit in its cache."""
+    by_device: dict[torch.device, list[tuple[str, Grid]]] = {}
+    for name, grid in grids:
+        by_device.setdefault(grid.params()[0].device, []).append((name, grid))
+    return [
+        Plan(part)
+        for device, there in by_device.items()
+        for part in (_cached_parts(there) if device.type == "cpu" else [there])
+    ]
+
+
+def _cached_parts(grids: Sequence[tuple[str, Grid]]) -> list[Sequence[tuple[str, Grid]]]:
+    """The grids in runs whose parameters fit in a cache, those that share parameters together."""
     params = {id(p): p for _, grid in grids for p in grid.params()}
     sizes = {key: p.numel() * p.element_size() for key, p in params.items()}
-    on_cpu = all(p.device.type == "cpu" for p in params.values())
-    if not on_cpu or sum(sizes.values()) <= _CACHED_BYTES:
-        return [Plan(grids)]
+    if sum(sizes.values()) <= _CACHED_BYTES:
+        return [grids]
     parts: list[list[int]] = []
     room = 0
     for shared, together in _sharing([grid for _, grid in grids]):
@@ -310,7 +326,7 @@ def plans_for(grids: Sequence[tuple[str, Grid]]) -> list[Plan]:
             room = _CACHED_BYTES
         parts[-1].extend(together)
         room -= size
-    return [Plan([grids[k] for k in sorted(part)]) for part in parts]
+    return [[grids[k] for k in sorted(part)] for part in parts]
 
 
 def _sharing(grids: Sequence[Grid]) -> list[tuple[set[int], list[int]]]:

@@ -101,8 +101,7 @@ class StiefelGeometry(Geometry):
 
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
         u, v = frame.point
-        overlaps = Pair(tall.overlap(u, grad.left), tall.overlap(v, grad.right))
-        kappa = self.corrections(frame, overlaps)
+        kappa = self.corrections(frame, _overlaps(frame, grad))
         return Pair(
             tall.subtract(grad.left, u, kappa.left, 1 / frame.j),
             tall.subtract(grad.right, v, kappa.right, 1 / frame.i),
@@ -118,18 +117,16 @@ class StiefelGeometry(Geometry):
 
     def _arrival(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         """What times the point has to be taken from a momentum to make it tangent, horizontal."""
-        u, v = frame.point
-        overlaps = Pair(tall.overlap(u, momentum.left), tall.overlap(v, momentum.right))
         left, right = (
             Correction(1.0, 0.0, 1 / (2 * own), 1 / (2 * other))
             for own, other in ((frame.i, frame.j), (frame.j, frame.i))
         )
-        return _apply(overlaps, left, right)
+        return _apply(_overlaps(frame, momentum), left, right)
 
     def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
         u, v = frame.point
-        overlaps = Pair(tall.overlap(u, grad.left), tall.overlap(v, grad.right))
-        fresh, carried = self.corrections(frame, overlaps), self._arrival(frame, momentum)
+        fresh = self.corrections(frame, _overlaps(frame, grad))
+        carried = self._arrival(frame, momentum)
         left, right = (torch.lerp(m, g, 1 - nu) for m, g in zip(carried, fresh, strict=True))
         share = 1 - nu
         return Pair(
@@ -171,6 +168,11 @@ class StiefelGeometry(Geometry):
         )
         new, alive = finish(new, frame.point, alive, retraction, spread)
         return Landing(new, None, alive, None)
+
+
+def _overlaps(frame: StiefelFrame, vector: Pair) -> Pair:
+    """UᵀX of every block."""
+    return Pair(*(tall.overlap(u, x) for u, x in zip(frame.point, vector, strict=True)))
 
 
 def _side(u: Tensor, xi: Tensor) -> Side:

@@ -24,6 +24,15 @@ def dot(x, y, P: tl.constexpr):
 
 
 @triton.jit
+def tile(r, R: tl.constexpr):
+    """Where the program's own matrix of a stack (..., r, r) lies, what of it exists, and I."""
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    place = tl.program_id(0).to(tl.int64) * r * r + rows * r + cols
+    return place, (rows < r) & (cols < r), (rows == cols).to(tl.float32)
+
+
+@triton.jit
 def total(x):
     """The sum of a matrix."""
     return tl.sum(tl.sum(x, 1), 0)
@@ -56,11 +65,7 @@ def invert(m, guess, eye, P: tl.constexpr):
 
 @triton.jit
 def _inverse_kernel(m_ptr, guess_ptr, out_ptr, r, R: tl.constexpr, PRECISION: tl.constexpr):
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    eye = (rows == cols).to(tl.float32)
-    place = tl.program_id(0).to(tl.int64) * r * r + rows * r + cols
+    place, inside, eye = tile(r, R)
     m = tl.load(m_ptr + place, mask=inside, other=eye)
     guess = tl.load(guess_ptr + place, mask=inside, other=eye)
     tl.store(out_ptr + place, invert(m, guess, eye, PRECISION), mask=inside)
@@ -111,17 +116,12 @@ def _best_rank_kernel(
     core_ptr, xx_ptr, yy_ptr, guess_ptr, left_ptr, right_ptr, inverse_ptr, moved_ptr,
     r, R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    eye = (rows == cols).to(tl.float32)
-    member = tl.program_id(0).to(tl.int64)
-    place = member * r * r + rows * r + cols
+    place, inside, eye = tile(r, R)
     core = tl.load(core_ptr + place, mask=inside, other=eye)
     xx = tl.load(xx_ptr + place, mask=inside, other=0.0)
     yy = tl.load(yy_ptr + place, mask=inside, other=0.0)
     guess = tl.load(guess_ptr + place, mask=inside, other=eye)
-    moved_ptr += member * ITERATIONS
+    moved_ptr += tl.program_id(0) * ITERATIONS
     left, right, inverse = best_rank(core, xx, yy, guess, eye, moved_ptr, ITERATIONS, PRECISION)
     tl.store(left_ptr + place, left, mask=inside)
     tl.store(right_ptr + place, right, mask=inside)
@@ -130,11 +130,7 @@ def _best_rank_kernel(
 
 @triton.jit
 def _root_kernel(m_ptr, root_ptr, inverse_ptr, r, R: tl.constexpr, PRECISION: tl.constexpr):
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    eye = (rows == cols).to(tl.float32)
-    place = tl.program_id(0).to(tl.int64) * r * r + rows * r + cols
+    place, inside, eye = tile(r, R)
     m = tl.load(m_ptr + place, mask=inside, other=eye)
     root, inverse = roots(m, eye, PRECISION)
     tl.store(root_ptr + place, root, mask=inside)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import best_rank, dot, invert, launch, roots, total
+from .refine import best_rank, dot, invert, launch, roots, tile, total
 
 
 @triton.jit
@@ -28,12 +28,8 @@ def _fixed_kernel(
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = PRECISION
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    eye = (rows == cols).to(tl.float32)
-    member = tl.program_id(0).to(tl.int64)
-    place = member * r * r + rows * r + cols
+    place, inside, eye = tile(r, R)
+    member = tl.program_id(0)
     g = tl.load(scale_ptr + member)
     r_a = tl.load(r_a_ptr + place, mask=inside, other=eye)
     r_b = tl.load(r_b_ptr + place, mask=inside, other=eye)
@@ -119,12 +115,8 @@ def _isometry_kernel(
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = PRECISION
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    eye = (rows == cols).to(tl.float32)
-    member = tl.program_id(0).to(tl.int64)
-    place = member * r * r + rows * r + cols
+    place, inside, eye = tile(r, R)
+    member = tl.program_id(0)
     g = tl.load(scale_ptr + member)
     core = eye + g * tl.load(k_ptr + place, mask=inside, other=0.0)
     xx = g * g * tl.load(xx_ptr + place, mask=inside, other=0.0)

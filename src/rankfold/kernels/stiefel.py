@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import launch
+from .refine import launch, tile
 
 
 @triton.jit
@@ -59,12 +59,8 @@ def _landing_kernel(
     r, repeat, steps, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The Gram matrix of a moved factor, its inverse root, and what they do to the columns."""
-    block = tl.program_id(0).to(tl.int64)
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    place = block * r * r + rows * r + cols
-    inside = (rows < r) & (cols < r)
-    eye = (rows == cols).to(tl.float32)
+    place, inside, eye = tile(r, R)
+    block = tl.program_id(0)
     g = tl.load(scale_ptr + block // repeat)
     cross = g * tl.load(cross_ptr + place, mask=inside, other=0.0)
     off = 0.5 * (cross + tl.trans(cross))
