@@ -28,33 +28,33 @@ def gram(x: Tensor) -> Tensor:
     return x.mT @ x
 
 
-def turned_gram(x: Tensor, turn: Tensor) -> Tensor:
-    """``CᵀC`` of ``C = x turn``, (..., r, r)."""
+def turned_gram(x: Tensor, coefficient: Tensor) -> Tensor:
+    """``CᵀC`` of ``C = x coefficient``, (..., r, r)."""
     if kernels.serve_small(x):
-        return kernels.tall.sums(None, x, turn, square=True)[0]
-    turned = x @ turn
+        return kernels.tall.sums(None, x, coefficient, square=True)[0]
+    turned = turn(x, coefficient)
     return turned.mT @ turned
 
 
-def turned_square(x: Tensor, turn: Tensor) -> Tensor:
-    """``‖x turn‖²`` over the last two dimensions, (...)."""
+def turned_square(x: Tensor, coefficient: Tensor) -> Tensor:
+    """``‖x coefficient‖²`` over the last two dimensions, (...)."""
     if kernels.serve_small(x):
-        return kernels.tall.sums(None, x, turn, norm=True)[0]
-    return (x @ turn).square().flatten(-2).sum(-1)
+        return kernels.tall.sums(None, x, coefficient, norm=True)[0]
+    return turn(x, coefficient).square().flatten(-2).sum(-1)
 
 
 class TurnedGrams(NamedTuple):
-    """``AᵀC`` and ``CᵀC`` of ``C = T turn``, each (..., r, r)."""
+    """``AᵀC`` and ``CᵀC`` of ``C = T coefficient``, each (..., r, r)."""
 
     cross: Tensor
     square: Tensor
 
 
-def turned_grams(a: Tensor, t: Tensor, turn: Tensor) -> TurnedGrams:
-    """Overlap and Gram matrix of ``t turn``."""
+def turned_grams(a: Tensor, t: Tensor, coefficient: Tensor) -> TurnedGrams:
+    """Overlap and Gram matrix of ``t coefficient``."""
     if kernels.serve_small(a, t):
-        return TurnedGrams(*kernels.tall.sums(a, t, turn, cross=True, square=True))
-    turned = t @ turn
+        return TurnedGrams(*kernels.tall.sums(a, t, coefficient, cross=True, square=True))
+    turned = turn(t, coefficient)
     return TurnedGrams(a.mT @ turned, turned.mT @ turned)
 
 

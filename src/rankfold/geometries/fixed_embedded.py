@@ -101,8 +101,8 @@ class FixedEmbedded(EmbeddedGeometry):
         if options.rank_floor:
             change = change + _raise(r_a @ r_b.mT + change, options.rank_floor)
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
-        share, long = _half_share(delta)
-        rest = (delta - share) @ linalg.inverse(eye + share, eye)
+        share, guess, long = _half_share(delta)
+        rest = (delta - share) @ linalg.inverse(eye + share, guess)
         # After a long step, bring the ratio of the factors' sizes back to what it was.
         grown_a, grown_b = _stretch(r_a, r_a + r_a @ rest), _stretch(r_b, r_b + r_b @ share.mT)
         ratio = tall.per_member(torch.where(long, (grown_b / grown_a).sqrt(), 1), delta)
@@ -133,8 +133,8 @@ class FixedEmbedded(EmbeddedGeometry):
             linalg.rank_iterations(scale.dtype),
         )
         alive = norm <= options.largest
-        left = tall.move(coords.left.a, to[0], coords.left.t, to[1], alive)
-        right = tall.move(coords.right.a, to[2], coords.right.t, to[3], alive)
+        left = tall.move(coords.left.a, to[0], coords.left.t, to[2], alive)
+        right = tall.move(coords.right.a, to[1], coords.right.t, to[3], alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
         return Landing(point, NewCoefficients(*new), alive, linalg.still_moving(distances))
 
@@ -172,20 +172,24 @@ def _raise(core: Tensor, floor: float) -> Tensor:
     return core @ linalg.raise_small_values(core, floor * typical)
 
 
-def _half_share(delta: Tensor) -> tuple[Tensor, Tensor]:
+def _half_share(delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The right factor's part H of the core's relative change Δ: (I + H)² ≈ I + Δ, (batch, r, r).
 
-    And which members (batch,) make a long step, for which H is zero.
+    With it a matrix near (I + H)⁻¹, and which members (batch,) make a long step, for which H is
+    zero.
 
     The left factor takes the rest, (I + Δ)(I + H)⁻¹. A square root shared evenly keeps a run that
-    goes back and forth from driving the factors apart; two Newton steps are accurate to Δ⁴. A
+    goes back and forth from driving the factors apart; its series up to Δ³ does as well. A
     change of the order of the core itself is left to the left factor alone. The product does not
     depend on any of this.
     """
     eye = linalg.identity_like(delta)
-    root = (delta + delta @ linalg.inverse(eye + delta / 2, eye)) / 4
+    square = delta @ delta
+    root = delta / 2 - (square - square @ delta / 2) / 8
+    guess = eye - delta / 2 + 0.375 * square
     long = ~(linalg.squared_norm(delta, 2) <= 0.25)
-    return torch.where(tall.per_member(long, delta), 0, root), long
+    far = tall.per_member(long, delta)
+    return torch.where(far, 0, root), torch.where(far, eye, guess), long
 
 
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -155,14 +155,14 @@ class StiefelGeometry(Geometry):
         tangent = gram_spread(options.reach)
         fused = coords.left.grams is not None and retraction == "polar"
         if fused and linalg.is_small(tangent):
-            return _land_in_one(coords, scale, options, tangent)
+            return _land_in_one(coords, scale, options)
         moved = Pair(*(torch.addcmul(s.u, tall.per_member(scale, s.u), s.xi) for s in coords))
         spread = moved_spread(options.reach)
         columns = [orthonormal_scaling(tall.gram(x), retraction, spread) for x in moved]
         alive = _within([norm for _, norm in columns], options.largest)
         new = Pair(
             *(
-                tall.choose(alive, x @ scaling, u)
+                tall.choose(alive, tall.turn(x, scaling), u)
                 for x, (scaling, _), u in zip(moved, columns, frame.point, strict=True)
             )
         )
@@ -185,12 +185,9 @@ def _within(norms: list[Tensor], largest: float) -> Tensor:
     return left + right <= largest
 
 
-def _land_in_one(
-    coords: StiefelTangent, scale: Tensor, options: StepOptions, spread: float
-) -> Landing:
+def _land_in_one(coords: StiefelTangent, scale: Tensor, options: StepOptions) -> Landing:
     """A polar step with all of its r×r work in one kernel a side, from overlaps made before."""
-    steps = linalg.newton_schulz_steps(spread, scale.dtype)
-    made = [kernels.stiefel.landing(*s.grams, scale, steps) for s in coords if s.grams]
+    made = [kernels.stiefel.landing(*s.grams, scale) for s in coords if s.grams]
     alive = _within([norm for _, _, norm in made], options.largest)
     new = Pair(
         *(
@@ -249,7 +246,7 @@ def finish(
         alive = alive & scaling.isfinite().flatten(1).all(1)
         scalings.append(scaling)
     moved = (
-        torch.where(tall.per_member(alive, x), x @ scaling, before)
+        tall.choose(alive, tall.turn(x, scaling), before)
         for x, scaling, before in zip(new, scalings, old, strict=True)
     )
     return Pair(*moved), alive

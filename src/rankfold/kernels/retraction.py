@@ -15,74 +15,123 @@ from .refine import best_rank, dot, invert, launch, roots, tile, total
 
 
 @triton.jit
-def _norm(u, x, xx, P: tl.constexpr):
-    """‖U u + X x‖ for orthonormal U and XᵀX = xx."""
-    return tl.sqrt(total(u * u) + tl.maximum(total(x * dot(xx, x, P)), 0.0))
+def _of_side(left_ptr, right_ptr):
+    """One of two tensors, by the second coordinate of the program."""
+    chosen = left_ptr
+    if tl.program_id(1) == 1:
+        chosen = right_ptr
+    return chosen
 
 
 @triton.jit
-def _fixed_kernel(
-    r_a_ptr, r_b_ptr, inverse_a_ptr, inverse_b_ptr, k_ptr, xx_ptr, yy_ptr, inner_a_ptr, inner_b_ptr,
-    scale_ptr, u_ptr, v_ptr, x_ptr, y_ptr, to_a_ptr, to_ta_ptr, to_b_ptr, to_tb_ptr,
-    moved_ptr, norm_ptr, r,
+def _fixed_core_kernel(
+    r_a_ptr, r_b_ptr, inverse_a_ptr, inverse_b_ptr, k_ptr, xx_ptr, yy_ptr, scale_ptr,
+    p_ptr, pulled_ptr, q_ptr, f_ptr, moved_ptr, r,
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Best rank: P, Q, F, and what F adds to the core."""
     P: tl.constexpr = PRECISION
     place, inside, eye = tile(r, R)
     member = tl.program_id(0)
     g = tl.load(scale_ptr + member)
     r_a = tl.load(r_a_ptr + place, mask=inside, other=eye)
     r_b = tl.load(r_b_ptr + place, mask=inside, other=eye)
+    core = dot(r_a, tl.trans(r_b), P) + g * tl.load(k_ptr + place, mask=inside, other=0.0)
     inverse_a = tl.load(inverse_a_ptr + place, mask=inside, other=eye)
     inverse_b = tl.load(inverse_b_ptr + place, mask=inside, other=eye)
-    step = g * tl.load(k_ptr + place, mask=inside, other=0.0)
-    xx = g * g * tl.load(xx_ptr + place, mask=inside, other=0.0)
-    yy = g * g * tl.load(yy_ptr + place, mask=inside, other=0.0)
-
-    core = dot(r_a, tl.trans(r_b), P) + step
     guess = dot(tl.trans(inverse_b), inverse_a, P)
-    p, f, q = best_rank(core, xx, yy, guess, eye, moved_ptr + member * ITERATIONS, ITERATIONS, P)
+    moved_ptr += member * ITERATIONS
+    pulled, f, q = best_rank(
+        core, xx_ptr, yy_ptr, g * g, guess, place, inside, eye, moved_ptr, ITERATIONS, P
+    )
+    tl.store(p_ptr + place, core + pulled, mask=inside)
+    tl.store(pulled_ptr + place, pulled, mask=inside)
+    tl.store(q_ptr + place, q, mask=inside)
+    tl.store(f_ptr + place, f, mask=inside)
 
-    grow_a, z_a = roots(eye + dot(tl.trans(q), dot(xx, q, P), P), eye, P)
-    _, z_b = roots(eye + dot(tl.trans(f), dot(yy, f, P), P), eye, P)
-    grown = dot(grow_a - eye, p, P)
-    change = step + dot(yy, f, P) + grown + dot(p + grown, z_b - eye, P)
-    delta = dot(inverse_a, dot(change, tl.trans(inverse_b), P), P)
+
+@triton.jit
+def _fixed_roots_kernel(
+    xx_ptr, yy_ptr, q_ptr, f_ptr, scale_ptr, grow_a_ptr, grow_b_ptr, z_a_ptr, z_b_ptr, r,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Z − I and Z⁻¹ − I of one side."""
+    P: tl.constexpr = PRECISION
+    place, inside, eye = tile(r, R)
+    g = tl.load(scale_ptr + tl.program_id(0))
+    q = tl.load(_of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0)
+    gram = g * g * tl.load(_of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
+    root, inverse = roots(eye + dot(tl.trans(q), dot(gram, q, P), P), eye, P)
+    tl.store(_of_side(grow_a_ptr, grow_b_ptr) + place, root - eye, mask=inside)
+    tl.store(_of_side(z_a_ptr, z_b_ptr) + place, inverse - eye, mask=inside)
+
+
+@triton.jit
+def _fixed_share_kernel(
+    r_a_ptr, r_b_ptr, inverse_a_ptr, inverse_b_ptr, k_ptr, scale_ptr,
+    p_ptr, pulled_ptr, grow_a_ptr, z_b_ptr, change_a_ptr, change_b_ptr, r,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """How the change of the core is shared: the changes of R_A and R_B."""
+    P: tl.constexpr = PRECISION
+    place, inside, eye = tile(r, R)
+    g = tl.load(scale_ptr + tl.program_id(0))
+    p = tl.load(p_ptr + place, mask=inside, other=0.0)
+    grown = dot(tl.load(grow_a_ptr + place, mask=inside, other=0.0), p, P)
+    delta = grown + dot(p + grown, tl.load(z_b_ptr + place, mask=inside, other=0.0), P)
+    delta += g * tl.load(k_ptr + place, mask=inside, other=0.0)
+    delta += tl.load(pulled_ptr + place, mask=inside, other=0.0)
+    inverse_b = tl.load(inverse_b_ptr + place, mask=inside, other=0.0)
+    delta = dot(delta, tl.trans(inverse_b), P)
+    delta = dot(tl.load(inverse_a_ptr + place, mask=inside, other=0.0), delta, P)
     long = (total(delta * delta) <= 0.25) == 0
-    share = 0.25 * (delta + dot(delta, invert(eye + 0.5 * delta, eye, eye, P), P))
+    square = dot(delta, delta, P)
+    share = 0.5 * delta - 0.125 * (square - 0.5 * dot(square, delta, P))
     share = tl.where(long, 0.0, share)
-    rest = dot(delta - share, invert(eye + share, eye, eye, P), P)
-    wide_a = r_a + dot(r_a, rest, P)
-    wide_b = r_b + dot(r_b, tl.trans(share), P)
-    ratio = total(tl.where(inside, wide_b * wide_b, 0.0)) * total(tl.where(inside, r_a * r_a, 0.0))
-    ratio /= total(tl.where(inside, wide_a * wide_a, 0.0)) * total(tl.where(inside, r_b * r_b, 0.0))
+    guess = tl.where(long, eye, eye - 0.5 * delta + 0.375 * square)
+    rest = dot(delta - share, invert(eye + share, guess, eye, P), P)
+    r_a = tl.load(r_a_ptr + place, mask=inside, other=0.0)
+    r_b = tl.load(r_b_ptr + place, mask=inside, other=0.0)
+    left = dot(r_a, rest, P)
+    right = dot(r_b, tl.trans(share), P)
+    ratio = total((r_b + right) * (r_b + right)) * total(r_a * r_a)
+    ratio /= total((r_a + left) * (r_a + left)) * total(r_b * r_b)
     # Square roots of squared norms, and then of their ratio: after a long step alone.
     ratio = tl.where(long, tl.sqrt(tl.sqrt(ratio)), 1.0)
-    left = dot(r_a, rest, P) + (ratio - 1.0) * wide_a
-    right = dot(r_b, tl.trans(share), P) + (1.0 / ratio - 1.0) * wide_b
-    wide_a *= ratio
-    wide_b /= ratio
+    left += (ratio - 1.0) * (r_a + left)
+    right += (1.0 / ratio - 1.0) * (r_b + right)
+    tl.store(change_a_ptr + place, left, mask=inside)
+    tl.store(change_b_ptr + place, right, mask=inside)
 
-    u = dot(z_a, wide_a, P)
-    x = dot(q, u, P)
-    tl.store(u_ptr + place, u, mask=inside)
-    tl.store(x_ptr + place, g * x, mask=inside)
-    v = dot(z_b, wide_b, P)
-    y = dot(f, v, P)
-    tl.store(v_ptr + place, v, mask=inside)
-    tl.store(y_ptr + place, g * y, mask=inside)
-    u = tl.where(inside, u, 0.0)
-    v = tl.where(inside, v, 0.0)
-    tl.store(norm_ptr + member, _norm(u, x, xx, P) + _norm(v, y, yy, P))
 
-    left += dot(z_a - eye, wide_a, P)
-    left -= g * dot(tl.load(inner_a_ptr + place, mask=inside, other=0.0), x, P)
-    tl.store(to_a_ptr + place, dot(inverse_a, left, P), mask=inside)
-    tl.store(to_ta_ptr + place, g * dot(inverse_b, x, P), mask=inside)
-    right += dot(z_b - eye, wide_b, P)
-    right -= g * dot(tl.load(inner_b_ptr + place, mask=inside, other=0.0), y, P)
-    tl.store(to_b_ptr + place, dot(inverse_b, right, P), mask=inside)
-    tl.store(to_tb_ptr + place, g * dot(inverse_a, y, P), mask=inside)
+@triton.jit
+def _fixed_moves_kernel(
+    r_a_ptr, r_b_ptr, inverse_a_ptr, inverse_b_ptr, xx_ptr, yy_ptr, inner_a_ptr, inner_b_ptr,
+    scale_ptr, q_ptr, f_ptr, z_a_ptr, z_b_ptr, change_a_ptr, change_b_ptr,
+    u_ptr, v_ptr, x_ptr, y_ptr, to_a_ptr, to_b_ptr, to_ta_ptr, to_tb_ptr, norm_ptr, r,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """New coefficients and moves of one side, from the change of its triangle."""
+    P: tl.constexpr = PRECISION
+    place, inside, _ = tile(r, R)
+    member = tl.program_id(0)
+    g = tl.load(scale_ptr + member)
+    change = tl.load(_of_side(change_a_ptr, change_b_ptr) + place, mask=inside, other=0.0)
+    wide = change + tl.load(_of_side(r_a_ptr, r_b_ptr) + place, mask=inside, other=0.0)
+    turned = dot(tl.load(_of_side(z_a_ptr, z_b_ptr) + place, mask=inside, other=0.0), wide, P)
+    change += turned
+    u = wide + turned
+    tl.store(_of_side(u_ptr, v_ptr) + place, u, mask=inside)
+    x = g * dot(tl.load(_of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0), u, P)
+    tl.store(_of_side(x_ptr, y_ptr) + place, x, mask=inside)
+    gram = tl.load(_of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
+    norm = tl.sqrt(total(u * u) + tl.maximum(total(x * dot(gram, x, P)), 0.0))
+    tl.store(norm_ptr + member * 2 + tl.program_id(1), norm)
+    change -= dot(tl.load(_of_side(inner_a_ptr, inner_b_ptr) + place, mask=inside, other=0.0), x, P)
+    own = tl.load(_of_side(inverse_a_ptr, inverse_b_ptr) + place, mask=inside, other=0.0)
+    tl.store(_of_side(to_a_ptr, to_b_ptr) + place, dot(own, change, P), mask=inside)
+    other = tl.load(_of_side(inverse_b_ptr, inverse_a_ptr) + place, mask=inside, other=0.0)
+    tl.store(_of_side(to_ta_ptr, to_tb_ptr) + place, dot(other, x, P), mask=inside)
 
 
 def fixed_embedded(
@@ -96,35 +145,72 @@ def fixed_embedded(
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """New coefficients and coefficients of the moves, from matrices (batch, r, r), left first.
 
-    Returns u, v, x, y of `NewCoefficients`; what to multiply A, T_A, B, T_B by; how far each
+    Returns u, v, x, y of `NewCoefficients`; what to multiply A, B, T_A, T_B by; how far each
     iteration moved (batch, iterations); and the norms of both new factors added up (batch,).
+
+    In four kernels, since more than a handful of matrices do not fit a program's registers; where
+    the sides do not need each other they have programs of their own.
     """
-    given = [x.contiguous() for x in (*triangles, *inverses, k, *grams, *inner, scale)]
-    made = [torch.empty_like(given[4]) for _ in range(8)]
+    k, scale = k.contiguous(), scale.contiguous()
+    r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b = (
+        x.contiguous() for x in (*triangles, *inverses, *grams, *inner)
+    )
+    p, pulled, q, f, grow_a, grow_b, z_a, z_b, change_a, change_b, *made = (
+        torch.empty_like(k) for _ in range(18)
+    )
     batch, r, _ = k.shape
-    moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
-    how = {**launch(r), "num_warps": 8}
-    _fixed_kernel[(batch,)](*given, *made, moved, norm, r, ITERATIONS=iterations, **how)
-    return made[:4], made[4:], moved, norm
+    moved, norm = k.new_empty(batch, iterations), k.new_empty(batch, 2)
+    how = launch(r)
+    _fixed_core_kernel[(batch,)](
+        r_a, r_b, inverse_a, inverse_b, k, xx, yy, scale, p, pulled, q, f, moved, r,
+        ITERATIONS=iterations, **how,
+    )  # fmt: skip
+    _fixed_roots_kernel[(batch, 2)](xx, yy, q, f, scale, grow_a, grow_b, z_a, z_b, r, **how)
+    _fixed_share_kernel[(batch,)](
+        r_a, r_b, inverse_a, inverse_b, k, scale, p, pulled, grow_a, z_b, change_a, change_b, r,
+        **how,
+    )  # fmt: skip
+    _fixed_moves_kernel[(batch, 2)](
+        r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b, scale,
+        q, f, z_a, z_b, change_a, change_b, *made, norm, r, **how,
+    )  # fmt: skip
+    return made[:4], made[4:], moved, norm.sum(1)
 
 
 @triton.jit
-def _isometry_kernel(
-    k_ptr, xx_ptr, yy_ptr, own_u_ptr, own_v_ptr, inner_a_ptr, inner_b_ptr, scale_ptr,
-    u_ptr, v_ptr, x_ptr, y_ptr, to_a_ptr, to_b_ptr, moved_ptr, norm_ptr, r,
+def _isometry_core_kernel(
+    k_ptr, xx_ptr, yy_ptr, scale_ptr, p_ptr, f_ptr, moved_ptr, r,
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Best rank: P and F."""
     P: tl.constexpr = PRECISION
     place, inside, eye = tile(r, R)
     member = tl.program_id(0)
     g = tl.load(scale_ptr + member)
     core = eye + g * tl.load(k_ptr + place, mask=inside, other=0.0)
-    xx = g * g * tl.load(xx_ptr + place, mask=inside, other=0.0)
-    yy = g * g * tl.load(yy_ptr + place, mask=inside, other=0.0)
-    p, f, _ = best_rank(core, xx, yy, eye, eye, moved_ptr + member * ITERATIONS, ITERATIONS, P)
+    moved_ptr += member * ITERATIONS
+    pulled, f, _ = best_rank(
+        core, xx_ptr, yy_ptr, g * g, eye, place, inside, eye, moved_ptr, ITERATIONS, P
+    )
+    tl.store(p_ptr + place, core + pulled, mask=inside)
+    tl.store(f_ptr + place, f, mask=inside)
 
+
+@triton.jit
+def _isometry_moves_kernel(
+    xx_ptr, yy_ptr, own_u_ptr, own_v_ptr, inner_a_ptr, inner_b_ptr, scale_ptr, p_ptr, f_ptr,
+    u_ptr, v_ptr, x_ptr, y_ptr, to_a_ptr, to_b_ptr, norm_ptr, r,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Polar factors of the right side, and then of the left one in its terms."""
+    P: tl.constexpr = PRECISION
+    place, inside, eye = tile(r, R)
+    member = tl.program_id(0)
+    g = tl.load(scale_ptr + member)
+    f = tl.load(f_ptr + place, mask=inside, other=eye)
     inner_b = g * tl.load(inner_b_ptr + place, mask=inside, other=0.0)
-    gram = dot(yy - dot(tl.trans(inner_b), inner_b, P), f, P)
+    gram = g * g * tl.load(yy_ptr + place, mask=inside, other=0.0)
+    gram = dot(gram - dot(tl.trans(inner_b), inner_b, P), f, P)
     gram = tl.load(own_v_ptr + place, mask=inside, other=eye) + dot(tl.trans(f), gram, P)
     _, v = roots(gram, eye, P)
     norm = tl.sqrt(total(tl.where(inside, v * dot(gram, v, P), 0.0)))
@@ -134,7 +220,9 @@ def _isometry_kernel(
     tl.store(to_b_ptr + place, v - eye - dot(inner_b, y, P), mask=inside)
 
     inner_a = g * tl.load(inner_a_ptr + place, mask=inside, other=0.0)
-    gram = xx - dot(tl.trans(inner_a), inner_a, P)
+    gram = g * g * tl.load(xx_ptr + place, mask=inside, other=0.0)
+    gram -= dot(tl.trans(inner_a), inner_a, P)
+    p = tl.load(p_ptr + place, mask=inside, other=eye)
     own = tl.load(own_u_ptr + place, mask=inside, other=eye)
     gram += dot(tl.trans(p), dot(own, p, P), P)
     gram = dot(tl.trans(v), dot(gram, v, P), P)
@@ -160,10 +248,12 @@ def isometry_embedded(
 
     Steps must be short enough for one pass of orthonormalization.
     """
-    given = [x.contiguous() for x in (k, *grams, *own, *inner, scale)]
-    made = [torch.empty_like(given[0]) for _ in range(6)]
+    k, xx, yy, scale = (x.contiguous() for x in (k, *grams, scale))
+    rest = [x.contiguous() for x in (*own, *inner)]
+    p, f, *made = (torch.empty_like(k) for _ in range(8))
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
-    how = {**launch(r), "num_warps": 8}
-    _isometry_kernel[(batch,)](*given, *made, moved, norm, r, ITERATIONS=iterations, **how)
+    how = launch(r)
+    _isometry_core_kernel[(batch,)](k, xx, yy, scale, p, f, moved, r, ITERATIONS=iterations, **how)
+    _isometry_moves_kernel[(batch,)](xx, yy, *rest, scale, p, f, *made, norm, r, **how)
     return made[:4], made[4:], moved, norm

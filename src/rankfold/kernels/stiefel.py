@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import launch, tile
+from .refine import launch, roots, tile
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _corrections_kernel(
 @triton.jit
 def _landing_kernel(
     own_ptr, cross_ptr, square_ptr, scale_ptr, change_ptr, share_ptr, norm_ptr,
-    r, repeat, steps, R: tl.constexpr, PRECISION: tl.constexpr,
+    r, repeat, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The Gram matrix of a moved factor, its inverse root, and what they do to the columns."""
     place, inside, eye = tile(r, R)
@@ -70,14 +70,7 @@ def _landing_kernel(
     cross -= tl.dot(off, cross, input_precision=PRECISION)
     gram += cross + tl.trans(cross)
     gram += g * g * tl.load(square_ptr + place, mask=inside, other=0.0)
-    # Coupled Newton–Schulz: root tends to gram^(1/2) and scaling to its inverse.
-    half = 1.5 * eye - 0.5 * gram
-    root = tl.dot(gram, half, input_precision=PRECISION)
-    scaling = half
-    for _ in range(1, steps):
-        half = 1.5 * eye - 0.5 * tl.dot(scaling, root, input_precision=PRECISION)
-        scaling = tl.dot(half, scaling, input_precision=PRECISION)
-        root = tl.dot(root, half, input_precision=PRECISION)
+    _, scaling = roots(gram, eye, PRECISION)
     product = tl.dot(gram, scaling, input_precision=PRECISION) * scaling
     tl.store(norm_ptr + block, tl.sqrt(tl.sum(tl.sum(tl.where(inside, product, 0.0), 1), 0)))
     tl.store(share_ptr + place, g * scaling, mask=inside)
@@ -99,7 +92,7 @@ def corrections(
 
 
 def landing(
-    own: Tensor, cross: Tensor, square: Tensor, scale: Tensor, steps: int
+    own: Tensor, cross: Tensor, square: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The polar factor of U + γΞ as U + U ``change`` + Ξ ``share``, and its norm.
 
@@ -113,6 +106,6 @@ def landing(
     r = own.shape[-1]
     _landing_kernel[(norm.numel(),)](
         own, cross, square, scale, change, share, norm,
-        r, own.shape[1], steps, **launch(r),
+        r, own.shape[1], **launch(r),
     )  # fmt: skip
     return change, share, norm

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import PRECISION
+from .refine import PRECISION, overlap
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
 
@@ -24,7 +24,10 @@ def _sums_kernel(
     OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr, NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of AᵀA, AᵀC, CᵀC and ‖C‖² with C = T turn, over ``run`` rows."""
+    """Parts of AᵀA, AᵀC, CᵀC and ‖C‖² with C = T turn, over ``run`` rows.
+
+    Blocks of rows are added up outside the tensor cores, which round towards zero.
+    """
     factor = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     cols = tl.arange(0, R)
@@ -47,17 +50,16 @@ def _sums_kernel(
         there = (rows[:, None] < last) & (cols[None, :] < r)
         if OWN or CROSS:
             a = tl.load(a_ptr + place, mask=there, other=0.0)
-            a_turned = tl.trans(a)
         if OWN:
-            own_sum = tl.dot(a_turned, a, own_sum, input_precision=PRECISION)
+            own_sum += overlap(a, a, PRECISION)
         if CROSS or SQUARE or NORM:
             c = tl.load(t_ptr + place, mask=there, other=0.0)
             if TURN:
                 c = tl.dot(c, turn, input_precision=PRECISION)
         if CROSS:
-            cross_sum = tl.dot(a_turned, c, cross_sum, input_precision=PRECISION)
+            cross_sum += overlap(a, c, PRECISION)
         if SQUARE:
-            square_sum = tl.dot(tl.trans(c), c, square_sum, input_precision=PRECISION)
+            square_sum += overlap(c, c, PRECISION)
         if NORM:
             norm_sum += c * c
     out = (factor * parts + part) * r * r + square
@@ -75,17 +77,20 @@ def _sums_kernel(
 def _combine_kernel(
     a_ptr, c_a_ptr, t_ptr, c_t_ptr, plus_ptr, alive_ptr, out_ptr,
     m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight, plus_weight,
-    R: tl.constexpr, ROWS: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HAS_A: tl.constexpr, ADD_A: tl.constexpr, TURN_T: tl.constexpr,
     PLUS: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sign A c_A plus T c_T or weight T, plus A if asked; A alone for members not alive."""
-    factor = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    """sign A c_A plus T c_T or weight T, plus A if asked; A alone for members not alive.
+
+    Some columns of it a program.
+    """
+    factor = tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, R)
-    square = cols[:, None] * r + cols[None, :]
-    inside = (cols[:, None] < r) & (cols[None, :] < r)
+    own = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    square = cols[:, None] * r + own[None, :]
+    inside = (cols[:, None] < r) & (own[None, :] < r)
     if HAS_A:
         c_a = tl.load(c_a_ptr + (factor // repeat_a) * r * r + square, mask=inside, other=0.0)
         c_a = (c_a * sign).to(tl.float32)
@@ -93,26 +98,31 @@ def _combine_kernel(
         c_t = tl.load(c_t_ptr + (factor // repeat_t) * r * r + square, mask=inside, other=0.0)
     if MASKED:
         alive = tl.load(alive_ptr + factor // repeat_alive)
-    last = tl.minimum(part * run + run, m)
-    for start in range(part * run, last, ROWS):
+    first = tl.program_id(2) * run
+    last = tl.minimum(first + run, m)
+    for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         place = factor * m * r + rows[:, None] * r + cols[None, :]
         there = (rows[:, None] < last) & (cols[None, :] < r)
-        t = tl.load(t_ptr + place, mask=there, other=0.0)
+        own_place = factor * m * r + rows[:, None] * r + own[None, :]
+        own_there = (rows[:, None] < last) & (own[None, :] < r)
         if TURN_T:
+            t = tl.load(t_ptr + place, mask=there, other=0.0)
             out = tl.dot(t, c_t, input_precision=PRECISION)
         else:
-            out = (t * weight).to(tl.float32)
+            out = (tl.load(t_ptr + own_place, mask=own_there, other=0.0) * weight).to(tl.float32)
         if HAS_A:
             a = tl.load(a_ptr + place, mask=there, other=0.0)
             out = tl.dot(a, c_a, out, input_precision=PRECISION)
         if PLUS:
-            out += tl.load(plus_ptr + place, mask=there, other=0.0) * plus_weight
+            out += tl.load(plus_ptr + own_place, mask=own_there, other=0.0) * plus_weight
+        if (ADD_A or MASKED) and COLS < R:
+            a = tl.load(a_ptr + own_place, mask=own_there, other=0.0)
         if ADD_A:
             out += a
         if MASKED:
             out = tl.where(alive, out, a)
-        tl.store(out_ptr + place, out, mask=there)
+        tl.store(out_ptr + own_place, out, mask=own_there)
 
 
 @triton.jit
@@ -169,23 +179,22 @@ def sums(
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
     factors, rows = lead.numel(), 64
     run, parts = _schedule(factors, m, rows)
-    wanted = (own, cross, square, norm)
-    shapes = [(factors, parts, r, r)] * 3 + [(factors, parts)]
-    made = [
-        first.new_empty(shape) if flag else first
-        for shape, flag in zip(shapes, wanted, strict=True)
-    ]
+    matrices = first.new_empty(own + cross + square, factors, parts, r, r)
+    norms = first.new_empty(factors, parts) if norm else first
+    unbound = iter(matrices)
+    made = [next(unbound) if wanted else first for wanted in (own, cross, square)]
     a, t = (first if x is None else x.contiguous() for x in (a, t))
     turns = first if turn is None else turn.contiguous()
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
     _sums_kernel[(factors, parts)](
-        a, t, turns, *made, m, r, run, parts, repeat,
+        a, t, turns, *made, norms, m, r, run, parts, repeat,
         R=_padded(r), ROWS=rows, TURN=turn is not None,
         OWN=own, CROSS=cross, SQUARE=square, NORM=norm, PRECISION=PRECISION,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    found = [x for x, flag in zip(made, wanted, strict=True) if flag]
-    return [(x[:, 0] if parts == 1 else x.sum(1)).view(*lead, *x.shape[2:]) for x in found]
+    added = matrices[:, :, 0] if parts == 1 else matrices.sum(2)
+    found = [x.view(*lead, r, r) for x in added]
+    return [*found, norms.sum(1).view(lead)] if norm else found
 
 
 def combine(
@@ -208,17 +217,20 @@ def combine(
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
     factors, rows = lead.numel(), 64
     run, parts = _schedule(factors, m, rows)
+    size, products = _padded(r), (a is not None) + isinstance(c_t, Tensor)
+    # Measured on an H200: two products of this size share what they load.
+    cols = 64 if size == 128 and products == 1 else size
     out = torch.empty_like(t)
     left, right = (c.contiguous() if isinstance(c, Tensor) else t for c in (c_a, c_t))
     shared = (c.shape[:-2].numel() if isinstance(c, Tensor) else factors for c in (c_a, c_t))
     repeat_a, repeat_t = (factors // count for count in shared)
-    _combine_kernel[(factors, parts)](
+    _combine_kernel[(size // cols, factors, parts)](
         t if a is None else a.contiguous(), left, t, right,
         t if plus is None else plus[0].contiguous(), t if alive is None else alive, out,
         m, r, run, repeat_a, repeat_t, 1 if alive is None else factors // alive.numel(),
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
-        R=_padded(r), ROWS=rows, HAS_A=a is not None, ADD_A=add_a,
+        R=size, ROWS=rows, COLS=cols, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
-        PRECISION=PRECISION, num_warps=4, num_stages=2 if r <= 64 else 1,
+        PRECISION=PRECISION, num_warps=4, num_stages=2 if cols <= 64 else 1,
     )  # fmt: skip
     return out
