@@ -156,7 +156,9 @@ def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tup
     lower, inverse_lower, lifted = cholesky(grams, damping)
     triangle, turn = lower.mT, inverse_lower.mT
     gram = torch.stack([tall.turned_gram(x, c) for x, c in zip((left, right), turn, strict=True)])
-    if not damping:
+    if not damping and kernels.serve_small(gram):
+        triangle, turn, gram = kernels.frames.finish(lower, inverse_lower, gram, lifted)
+    elif not damping:
         root, inverse_root = root_near_identity(gram)
         done = lifted[..., None, None]
         # A lifted basis is short on purpose; a second pass would stretch its noise to length one.
@@ -182,7 +184,7 @@ def newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
 
 def _inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
-    if kernels.serve(gram):
+    if kernels.serve_small(gram):
         return kernels.small.inverse_sqrt(gram, steps, scaled=False)
     three = 3 * identity_like(gram)
     half_step = (three - gram) / 2
@@ -197,7 +199,7 @@ def _inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
 
 def _scaled_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """The same for any positive eigenvalues: scaled so that [1, row-sum bound] centres on 1."""
-    if kernels.serve(gram):
+    if kernels.serve_small(gram):
         return kernels.small.inverse_sqrt(gram, steps, scaled=True)
     bound = gram.abs().sum(-1).amax(-1)[..., None, None].clamp_min(1)
     scale = 2 / (1 + bound)

@@ -52,13 +52,17 @@ class Side(NamedTuple):
 
 
 class TangentXKY(NamedTuple):
-    """The sides with U, X and V, Y; K and the Gram matrices of X and Y, each (batch, r, r)."""
+    """The sides with U, X and V, Y; K and the Gram matrices of X and Y, each (batch, r, r).
+
+    And the square of the length, (batch,).
+    """
 
     left: Side
     right: Side
     k: Tensor
     xx: Tensor
     yy: Tensor
+    square: Tensor
 
 
 class NewCoefficients(NamedTuple):
@@ -70,6 +74,11 @@ class NewCoefficients(NamedTuple):
     y: Tensor
 
 
+def squared_length(k: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
+    """‖K‖² + ‖X‖² + ‖Y‖², (batch,)."""
+    return linalg.squared_norm(k, 2) + (linalg.trace(xx) + linalg.trace(yy)).clamp_min(0)
+
+
 class EmbeddedGeometry(Geometry):
     """Norms and transport of the header above; subclasses give frames and retractions."""
 
@@ -78,8 +87,7 @@ class EmbeddedGeometry(Geometry):
         return grad
 
     def metric_norm(self, frame: object, coords: TangentXKY) -> Tensor:
-        across = (linalg.trace(coords.xx) + linalg.trace(coords.yy)).clamp_min(0)
-        return torch.sqrt(linalg.squared_norm(coords.k, 2) + across)
+        return torch.sqrt(coords.square)
 
     def spectral_norm(self, frame: object, coords: TangentXKY) -> Tensor:
         cc = coords.k.mT @ coords.k + coords.xx

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import kernels, linalg, tall
 from ..linalg import Frame
+from ..tall import TurnedGrams
 from .base import Landing, Pair, StepOptions, flatten_blocks
-from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY
+from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 
 
 class PairFrame(NamedTuple):
@@ -60,9 +61,24 @@ class FixedEmbedded(EmbeddedGeometry):
 
     def coordinates(self, frame: PairFrame, tangent: Pair) -> TangentXKY:
         (a, b), (t_a, t_b) = _flat(frame.point), _flat(tangent)
-        left, k_left, xx = _split(a, t_a, frame.left, frame.right.inverse)
-        right, k_right, yy = _split(b, t_b, frame.right, frame.left.inverse)
-        return TangentXKY(left, right, (k_left + k_right.mT) / 2, xx, yy)
+        one, other = frame.left, frame.right
+        # C = M V and its mirror image Mᵀ U hold both parts of the vector.
+        c = tall.turned_grams(a, t_a, other.inverse), tall.turned_grams(b, t_b, one.inverse)
+        if kernels.serve_small(a, b):
+            inner_a, inner_b, k, xx, yy, square = kernels.frames.coordinates(
+                (c[0].cross, c[1].cross),
+                (c[0].square, c[1].square),
+                (one.inverse, other.inverse),
+                (one.gram, other.gram),
+            )
+        else:
+            inner_a, k_left, xx = _split(c[0], one)
+            inner_b, k_right, yy = _split(c[1], other)
+            k = (k_left + k_right.mT) / 2
+            square = squared_length(k, xx, yy)
+        left = Side(a, t_a, one.inverse, other.inverse, inner_a, one.gram)
+        right = Side(b, t_b, other.inverse, one.inverse, inner_b, other.gram)
+        return TangentXKY(left, right, k, xx, yy, square)
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
@@ -147,18 +163,16 @@ def _flat(pair: Pair) -> Pair:
     return Pair(flatten_blocks(pair.left), flatten_blocks(pair.right))
 
 
-def _split(a: Tensor, t: Tensor, frame: Frame, turn: Tensor) -> tuple[Side, Tensor, Tensor]:
-    """One side of a tangent vector with M V = C = ``t turn``: its `Side`, UᵀC and XᵀX.
+def _split(c: TurnedGrams, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    """From AᵀC and CᵀC: what of U to take from C to leave X, UᵀC, and XᵀX; all (batch, r, r).
 
-    X = C − U UᵀC comes as a difference of Gram matrices. What rounding leaves in that is ε‖C‖²,
-    and C is no longer than the whole vector, so it is beyond the precision of any step.
+    XᵀX comes as a difference of Gram matrices. What rounding leaves in that is ε‖C‖², and C is no
+    longer than the whole vector, so it is beyond the precision of any step.
     """
-    cross, square = tall.turned_grams(a, t, turn)
-    overlap = frame.inverse.mT @ cross
+    overlap = frame.inverse.mT @ c.cross
     # A basis that is short in places has to be projected away from twice.
     inner = 2 * overlap - frame.gram @ overlap
-    xx = square - linalg.sym(inner.mT @ (2 * overlap - frame.gram @ inner))
-    return Side(a, t, frame.inverse, turn, inner, frame.gram), overlap, xx
+    return inner, overlap, c.square - linalg.sym(inner.mT @ (2 * overlap - frame.gram @ inner))
 
 
 def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:

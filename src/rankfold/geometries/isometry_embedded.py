@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import kernels, linalg, tall
 from ..linalg import skew
 from .base import Landing, Pair, StepOptions, flatten_blocks
-from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY
+from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 from .stiefel import (
     Correction,
     StiefelFrame,
@@ -45,7 +45,8 @@ class IsometryEmbedded(EmbeddedGeometry):
         c, d = flatten_blocks(tangent.left), flatten_blocks(tangent.right)
         left, k_left, xx = _split(frame.left, c)
         right, k_right, yy = _split(frame.right, d)
-        return TangentXKY(left, right, skew(k_left - k_right) / 2, xx, yy)
+        k = skew(k_left - k_right) / 2
+        return TangentXKY(left, right, k, xx, yy, squared_length(k, xx, yy))
 
     def step_limit(self, frame: Pair, coords: TangentXKY) -> Tensor:
         return 1 / self.spectral_norm(frame, coords)  # ‖Ξ‖₂ < 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from . import frames as frames
     from . import moving as moving
     from . import refine as refine
     from . import retraction as retraction
@@ -58,7 +59,7 @@ def _has_room(device: torch.device) -> bool:
 @cache
 def _importable() -> bool:
     try:
-        from . import moving, refine, retraction, small, stiefel, tall  # noqa: F401
+        from . import frames, moving, refine, retraction, small, stiefel, tall  # noqa: F401
     except ImportError:
         return False
     return True

@@ -1,0 +1,109 @@
+"""Triton kernels between the products over rows of a fixed-embedded step, float32, r up to 64.
+
+What they compute is said in the plain forms: `orthonormal_frames` in `linalg.py` and
+`coordinates` in `geometries/fixed_embedded.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .refine import dot, launch, roots, tile, total
+
+
+@triton.jit
+def _finish_kernel(
+    lower_ptr, inverse_ptr, gram_ptr, lifted_ptr, triangle_ptr, turn_ptr, own_ptr, r,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    P: tl.constexpr = PRECISION
+    place, inside, eye = tile(r, R)
+    lifted = tl.load(lifted_ptr + tl.program_id(0))
+    gram = tl.load(gram_ptr + place, mask=inside, other=eye)
+    lower = tl.load(lower_ptr + place, mask=inside, other=0.0)
+    inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
+    if lifted:
+        tl.store(triangle_ptr + place, tl.trans(lower), mask=inside)
+        tl.store(turn_ptr + place, tl.trans(inverse), mask=inside)
+        tl.store(own_ptr + place, gram, mask=inside)
+    else:
+        root, inverse_root = roots(gram, eye, P)
+        tl.store(triangle_ptr + place, dot(root, tl.trans(lower), P), mask=inside)
+        tl.store(turn_ptr + place, dot(tl.trans(inverse), inverse_root, P), mask=inside)
+        tl.store(own_ptr + place, eye, mask=inside)
+
+
+def finish(
+    lower: Tensor, inverse: Tensor, gram: Tensor, lifted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The second pass of a QR by Cholesky, from the Gram matrix that the first one left.
+
+    Triangles, their inverses and the Gram matrices of the bases, all (..., r, r) like what is
+    given; a ``lifted`` (...) member keeps its first pass.
+    """
+    lower, inverse, gram = (x.contiguous() for x in (lower, inverse, gram))
+    triangle, turn, own = (torch.empty_like(gram) for _ in range(3))
+    r = gram.shape[-1]
+    _finish_kernel[(lifted.numel(),)](
+        lower, inverse, gram, lifted.contiguous(), triangle, turn, own, r, **launch(r)
+    )
+    return triangle, turn, own
+
+
+@triton.jit
+def _side(
+    cross_ptr, square_ptr, inverse_ptr, gram_ptr, inner_ptr, xx_ptr, place, inside, P: tl.constexpr
+):
+    """Stores one side's inner overlap and XᵀX; returns UᵀC and the trace of XᵀX."""
+    inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
+    overlap = tl.load(cross_ptr + place, mask=inside, other=0.0)
+    overlap = dot(tl.trans(inverse), overlap, P)
+    gram = tl.load(gram_ptr + place, mask=inside, other=0.0)
+    inner = 2.0 * overlap - dot(gram, overlap, P)
+    tl.store(inner_ptr + place, inner, mask=inside)
+    within = dot(tl.trans(inner), 2.0 * overlap - dot(gram, inner, P), P)
+    xx = tl.load(square_ptr + place, mask=inside, other=0.0) - 0.5 * (within + tl.trans(within))
+    tl.store(xx_ptr + place, xx, mask=inside)
+    rows = tl.arange(0, xx.shape[0])[:, None]
+    cols = tl.arange(0, xx.shape[1])[None, :]
+    return overlap, total(tl.where(rows == cols, xx, 0.0))
+
+
+@triton.jit
+def _coordinates_kernel(
+    cross_a_ptr, cross_b_ptr, square_a_ptr, square_b_ptr, inverse_a_ptr, inverse_b_ptr,
+    gram_a_ptr, gram_b_ptr, inner_a_ptr, inner_b_ptr, k_ptr, xx_ptr, yy_ptr, norm_ptr, r,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    P: tl.constexpr = PRECISION
+    place, inside, _ = tile(r, R)
+    left, trace_a = _side(
+        cross_a_ptr, square_a_ptr, inverse_a_ptr, gram_a_ptr, inner_a_ptr, xx_ptr, place, inside, P
+    )
+    right, trace_b = _side(
+        cross_b_ptr, square_b_ptr, inverse_b_ptr, gram_b_ptr, inner_b_ptr, yy_ptr, place, inside, P
+    )
+    k = 0.5 * (left + tl.trans(right))
+    tl.store(k_ptr + place, k, mask=inside)
+    across = trace_a + trace_b
+    # Not tl.maximum, which would make zero of NaN.
+    square = total(k * k) + tl.where(across < 0.0, 0.0, across)
+    tl.store(norm_ptr + tl.program_id(0), square)
+
+
+def coordinates(
+    crosses: tuple[Tensor, Tensor],
+    squares: tuple[Tensor, Tensor],
+    inverses: tuple[Tensor, Tensor],
+    grams: tuple[Tensor, Tensor],
+) -> list[Tensor]:
+    """Inner overlaps of both sides, K, XᵀX, YᵀY (batch, r, r) and the square norm (batch,)."""
+    given = [x.contiguous() for x in (*crosses, *squares, *inverses, *grams)]
+    made = [torch.empty_like(given[0]) for _ in range(5)]
+    batch, r, _ = given[0].shape
+    norm = given[0].new_empty(batch)
+    _coordinates_kernel[(batch,)](*given, *made, norm, r, **launch(r))
+    return [*made, norm]
