@@ -29,6 +29,7 @@ def set_lr(optimizer: RiemannianSGD, lr: float) -> None:
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 @every_geometry
+@pytest.mark.usefixtures("as_on_a_device")
 def test_no_compilation_after_the_second_step(geometry: str, kind: str) -> None:
     torch._dynamo.reset()
     compiled, plain = Heads(), Heads()

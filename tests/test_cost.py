@@ -235,6 +235,7 @@ def test_products_grow_with_the_heights_and_the_square_of_the_rank(
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("normalize", ["metric", "spectral", None])
 @pytest.mark.parametrize(("geometry", "shape", "retraction"), METHODS)
+@pytest.mark.usefixtures("as_on_a_device")
 def test_a_step_is_free_of_factorizations_and_synchronisations(
     geometry: str, shape: tuple[int, int], retraction: str, normalize: str | None, momentum: float
 ) -> None:

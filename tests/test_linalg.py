@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import linalg
+from rankfold import linalg, tall
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -31,7 +31,11 @@ def svd_polar(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("condition", [1.0, 1e2, 1e3])
-def test_orthonormal_frame_is_a_qr(dtype: torch.dtype, condition: float) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_orthonormal_frame_is_a_qr(
+    asked: bool, dtype: torch.dtype, condition: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tall, "can_ask", lambda x: asked)
     values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), 6).double()
     factor = torch.stack([with_singular_values(values, 40, seed) for seed in range(3)])
     frame, _ = linalg.orthonormal_frames(factor.to(dtype), factor.to(dtype))
@@ -41,8 +45,9 @@ def test_orthonormal_frame_is_a_qr(dtype: torch.dtype, condition: float) -> None
     assert (gram - torch.eye(6)).abs().max() < 30 * eps * condition
     assert (basis @ frame.triangle - factor).abs().max() < 30 * eps
     assert (frame.triangle @ frame.inverse - torch.eye(6)).abs().max() < 30 * eps * condition
-    assert (frame.triangle.tril(-1) == 0).all()
-    assert (frame.triangle.diagonal(dim1=-2, dim2=-1) > 0).all()
+    if not asked:
+        assert (frame.triangle.tril(-1) == 0).all()
+        assert (frame.triangle.diagonal(dim1=-2, dim2=-1) > 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,3 +158,34 @@ def test_spectral_norm(dtype: torch.dtype, case: str) -> None:
     found = linalg.spectral_norm(c.mT @ c, u.mT @ c, d.mT @ d, v.mT @ d, i, j)
     tolerance = 1e-10 if dtype == torch.float64 else 5e-6
     assert (found - expected).abs().max() <= tolerance * expected.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_inverse_from_a_guess_depends_on_no_neighbour(dtype: torch.dtype) -> None:
+    values = torch.logspace(0, -1, 6).double()
+    x = torch.stack([with_singular_values(values, 6, seed) for seed in range(4)])
+    exact = torch.linalg.inv(x)
+    guess = exact + torch.tensor([1e-4, 1e-7, 1.0, 0.0])[:, None, None] * randn(4, 6, 6, seed=5)
+    x, guess = x.to(dtype), guess.to(dtype)
+    stained = x.clone()
+    stained[3] = torch.nan
+    found = linalg.inverse(stained, guess)
+    assert (found[:3] - exact[:3]).abs().max() < 1e3 * torch.finfo(dtype).eps
+    assert found[3].isnan().all()
+    for k in range(3):
+        assert torch.equal(linalg.inverse(x[k : k + 1], guess[k : k + 1])[0], found[k])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_root_near_the_identity_depends_on_no_neighbour(dtype: torch.dtype) -> None:
+    x = randn(3, 20, 6, seed=6)
+    sizes = torch.tensor([1e-7, 1e-3, 1.0])[:, None, None]
+    gram = (torch.eye(6) + sizes * (x.mT @ x) / 20).to(dtype)
+    root, inverse_root = linalg.root_near_identity(gram)
+    eps = torch.finfo(dtype).eps
+    assert (root @ root.mT - gram).abs().max() < 30 * eps
+    assert (root @ inverse_root - torch.eye(6)).abs().max() < 30 * eps
+    for k in range(3):
+        alone = linalg.root_near_identity(gram[k : k + 1])
+        assert torch.equal(alone[0][0], root[k])
+        assert torch.equal(alone[1][0], inverse_root[k])

@@ -137,6 +137,7 @@ WAITING = (
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.usefixtures("as_on_a_device")
 def test_no_step_but_the_first_waits_for_a_value(geometry: str) -> None:
     model = Toy(torch.bfloat16)
     optimizer = build(model, geometry=geometry, momentum=0.5, normalize="spectral")

@@ -363,6 +363,7 @@ def test_options_out_of_range(options: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("normalize", ["metric", None])
 @pytest.mark.parametrize(("geometry", "shape", "retraction"), METHODS)
+@pytest.mark.usefixtures("as_on_a_device")
 def test_safeguards_factor_nothing_and_wait_for_nothing(
     geometry: str, shape: tuple[int, int], retraction: str, normalize: str | None
 ) -> None:

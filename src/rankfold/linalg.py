@@ -43,14 +43,32 @@ def identity_like(x: Tensor) -> Tensor:
 def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
     """Inverse of ``(..., r, r)``; a singular member does not come out right, no other is touched.
 
-    A ``guess`` that is likely to be near it makes a kernel faster and changes nothing else.
+    A ``guess`` that is likely to be near it makes this faster and changes nothing else.
     """
     if guess is not None and kernels.serve_small(x):
         return kernels.refine.inverse(x, guess)
     if kernels.serve(x):
         return kernels.small.inverse(x)
+    if guess is None or not tall.can_ask(x):
+        return _eliminated(x)
+    # Three products take a quarter of the time. Each member goes by its own guess, so that none
+    # depends on its neighbours.
+    error = identity_like(x) - x @ guess
+    near = _negligible_cubed(error)
+    refined: Tensor = guess + guess @ (error + error @ error)
+    if near.all():
+        return refined
+    return torch.where(near[..., None, None], refined, _eliminated(x))
+
+
+def _eliminated(x: Tensor) -> Tensor:
     result: Tensor = torch.linalg.inv_ex(x, check_errors=False).inverse
     return result
+
+
+def _negligible_cubed(error: Tensor) -> Tensor:
+    """Which errors (..., r, r) have a cube that is rounding."""
+    return squared_norm(error, 2) < torch.finfo(error.dtype).eps ** (2 / 3)
 
 
 class Cholesky(NamedTuple):
@@ -83,6 +101,8 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
     rounding = (pivots <= (_PIVOT_NOISE + gram.shape[-1]) * eps * size).any(-1)
     info = torch.where(rounding, 1, info)
     lifted = info != 0
+    if tall.can_ask(lifted) and not lifted.any():
+        return Cholesky(lower, _triangular_inverse(lower), lifted)
     # A column of zeros has no size of its own to be lifted by.
     diagonal = torch.diag_embed(size.clamp_min(eps * size.amax(-1, keepdim=True)))
     for multiple in _LIFTS:
@@ -97,13 +117,29 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
 def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
     """A root ``gram = root rootᵀ`` and its inverse, for ``I`` plus something positive or small.
 
-    Any root will do where this is used: the triangular one, or the symmetric one in a kernel.
+    Any root will do where this is used: the triangular one or, where it is cheaper, the symmetric
+    one.
     """
     if kernels.serve_small(gram):
         return kernels.refine.root(gram)
     if kernels.serve(gram):
         return kernels.small.cholesky_inverse(gram)[:2]
-    lower: Tensor = torch.linalg.cholesky_ex(gram, check_errors=False).L
+    if not tall.can_ask(gram):
+        return _triangular_root(gram)
+    error = identity_like(gram) - gram
+    near = _negligible_cubed(error)
+    # The symmetric root, by the series of (I − E)^(-1/2) up to E².
+    half = error / 2 + 0.375 * error @ error
+    series = gram + gram @ half, identity_like(gram) + half
+    if near.all():
+        return series
+    pairs = zip(series, _triangular_root(gram), strict=True)
+    root, inverse_root = (torch.where(near[..., None, None], one, other) for one, other in pairs)
+    return root, inverse_root
+
+
+def _triangular_root(gram: Tensor) -> tuple[Tensor, Tensor]:
+    lower = torch.linalg.cholesky_ex(gram, check_errors=False).L
     return lower, _triangular_inverse(lower)
 
 
@@ -263,12 +299,12 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         )
         return RankCore(left, right, left_inverse, still_moving(distances))
     moved = []
-    left, right = core, torch.zeros_like(core)
-    left_inverse = inverse(left)
+    left_inverse = inverse(core, guess)
+    right = left_inverse.mT
     for _ in range(iterations):
-        previous, right = right, inverse(core.mT + xx @ left_inverse)
+        previous, right = right, inverse(core.mT + xx @ left_inverse, right)
         left = core + yy @ right
-        left_inverse = inverse(left)
+        left_inverse = inverse(left, left_inverse)
         moved.append(squared_norm_weighted(right - previous, yy).sqrt())
     return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
 

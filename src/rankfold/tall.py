@@ -121,7 +121,17 @@ def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
 
 def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """``yes`` for the members (batch,) of the mask, ``no`` for the others, to the last bit."""
+    if can_ask(mask) and mask.all():
+        return yes
     return torch.where(per_member(mask, yes), yes, no)
+
+
+def can_ask(x: Tensor) -> bool:
+    """Whether asking for a value of ``x`` is free: on a CPU, outside of compilation.
+
+    Elsewhere the host would wait for the device.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def per_member(scale: Tensor, like: Tensor) -> Tensor:

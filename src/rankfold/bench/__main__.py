@@ -28,6 +28,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--momentum", action="append", type=float)
+    parser.add_argument("--no-literal", action="store_true")
+    parser.add_argument("--whole-step", action="store_true")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -42,6 +44,8 @@ def main() -> None:
         geometries=GEOMETRIES,
         momenta=given.momentum or MOMENTA,
         modes=modes,
+        literal=not given.no_literal,
+        whole_step=given.whole_step,
         output=given.output,
     )
 
