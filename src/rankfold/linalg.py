@@ -68,7 +68,8 @@ def _eliminated(x: Tensor) -> Tensor:
 
 def _negligible_cubed(error: Tensor) -> Tensor:
     """Which errors (..., r, r) have a cube that is rounding."""
-    return squared_norm(error, 2) < torch.finfo(error.dtype).eps ** (2 / 3)
+    limit: float = torch.finfo(error.dtype).eps ** (2 / 3)
+    return squared_norm(error, 2) < limit
 
 
 class Cholesky(NamedTuple):
