@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -192,6 +193,28 @@ def test_rank_approximation(t: float) -> None:
     found = kernels.refine.best_rank_core(core, xx, yy, guess, iterations=3)
     for one, other in zip(found[:3], expected[:3], strict=True):
         assert error(one[:, None].cpu(), other[:, None].double()) < 50 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("condition", [1.0, 300.0])
+def test_frames(condition: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The basis is orthonormal, spans the factor, and a factor of lower rank stays short."""
+    values = torch.logspace(0, -math.log10(condition), 5).double()
+    x = torch.stack([with_singular_values(values, 30, seed) for seed in range(3)]).to(DEVICE)
+    x[1, :, 4] = x[1, :, 3]
+    for name in ("serve", "serve_small"):
+        monkeypatch.setattr(kernels, name, lambda *x: True)
+    frame, _ = linalg.orthonormal_frames(x.float(), x.float())
+    assert frame.lifted.tolist() == [False, True, False]
+    basis = x.float().double() @ frame.inverse.double()
+    gram = basis.mT @ basis
+    eye = torch.eye(5, device=DEVICE, dtype=torch.float64)
+    assert (gram - eye)[::2].abs().max() < 30 * EPS * condition
+    assert torch.equal(frame.gram[0].double(), eye)
+    assert (frame.gram[1] - gram[1]).abs().max() < 0.05
+    assert torch.linalg.matrix_norm(gram[1], ord=2) < 1.01
+    whole = frame.triangle.double() @ frame.inverse.double()
+    assert (whole - eye)[::2].abs().max() < 100 * EPS * condition
 
 
 @in_kernels
