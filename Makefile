@@ -16,7 +16,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/demo.py
+	$(BIN)/rankfold compare --preset tiny
 
 $(VENV)/.base: constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,7 @@ $(VENV)/.base: constraints.txt
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base pyproject.toml
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[demo]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base pyproject.toml

@@ -1,4 +1,4 @@
-"""The command line: ``rankfold bench``."""
+"""The command line: the benchmark here, the laboratory in `rankfold.lab.commands`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ except ModuleNotFoundError as error:
 from .bench import MOMENTA, PRESETS, Case, check_modes, default_modes, stacked_case
 from .bench import command as bench_command
 from .geometries import GEOMETRIES
+from .lab.commands import COMMANDS
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+for _command, _examples in COMMANDS.items():
+    # The backspace keeps click from filling the lines up.
+    app.command(epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in _examples))(_command)
 
 
 @app.callback()

@@ -1,0 +1,207 @@
+"""What a run is told: four groups of options, their presets, and the key that names a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from ..geometries import GEOMETRIES
+from .corpus import DataConfig
+from .model import MODEL_PRESETS, ModelConfig
+
+OPTIMIZERS = ("adamw", "frozen", *GEOMETRIES)
+ANNEALINGS = ("none", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Who updates the query, key, value and output weights, and AdamW on all others.
+
+    ``name`` is "adamw", "frozen" (they stay as they began) or a geometry. ``normalize`` is
+    "metric", "spectral" or "none"; an empty ``retraction`` is the geometry's own. ``masters``
+    keeps float32 copies of bfloat16 weights between steps; without, every step is rounded.
+    """
+
+    name: str = "adamw"
+    lr: float = 2.0**-12
+    other_lr: float = 2.0**-10
+    momentum: float = 0.0
+    normalize: str = "metric"
+    norm_floor: float = 2.0**-23
+    retraction: str = ""
+    weight_decay: float = 0.01
+    masters: bool = True
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long and how: ``clip`` bounds the gradient's norm, 0 does not.
+
+    Learning rates rise linearly over ``warmup`` steps and, with an annealing, fall to zero at the
+    end. Validation takes the next ``validation_batches`` of a fixed cycle. ``keep_weights`` leaves
+    the trained weights in the run's folder.
+    """
+
+    steps: int = 1000
+    warmup: int = 10
+    annealing: str = "none"
+    accumulate: int = 1
+    clip: float = 0.0
+    validate_every: int = 10
+    validation_batches: int = 1
+    diagnostics_every: int = 0
+    checkpoint_every: int = 500
+    seed: int = 0
+    compile: bool = False
+    deterministic: bool = False
+    keep_weights: bool = False
+
+
+# Options that change how a run is carried out and not what comes out of it.
+_NOT_IN_KEY = {("training", "checkpoint_every"), ("training", "keep_weights")}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All options of one run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values, group by group."""
+        return dataclasses.asdict(self)
+
+    @property
+    def key(self) -> str:
+        """A name that is the same for the same run, and readable in front."""
+        plain = {
+            group: {n: v for n, v in options.items() if (group, n) not in _NOT_IN_KEY}
+            for group, options in self.as_dict().items()
+        }
+        digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:10]
+        kind = "mha" if self.model.kv_heads == self.model.heads else "gqa"
+        return f"{kind}-{self.optimizer.name}-s{self.training.seed}-{digest}"
+
+    def with_options(self, options: Mapping[str, Any]) -> RunConfig:
+        """A copy with some options replaced, by dotted names: ``{"optimizer.lr": "2^-8"}``."""
+        groups: dict[str, dict[str, Any]] = {}
+        for dotted, value in options.items():
+            group, _, name = dotted.partition(".")
+            kinds = _options_of(group, dotted)
+            if name not in kinds:
+                raise ValueError(
+                    f"there is no option {dotted!r}; {group} has {', '.join(sorted(kinds))}"
+                )
+            groups.setdefault(group, {})[name] = _converted(dotted, value, kinds[name])
+        changed = {g: dataclasses.replace(getattr(self, g), **new) for g, new in groups.items()}
+        return dataclasses.replace(self, **changed)
+
+
+def from_dict(groups: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The configuration that `RunConfig.as_dict` was made from."""
+    flat = {
+        f"{g}.{name}": value for g, options in groups.items() for name, value in options.items()
+    }
+    return RunConfig().with_options(flat)
+
+
+def _options_of(group: str, dotted: str) -> dict[str, Any]:
+    kinds: dict[str, type] = {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "optimizer": OptimizerConfig,
+        "training": TrainingConfig,
+    }
+    if group not in kinds:
+        raise ValueError(f"there is no option {dotted!r}; groups are {', '.join(kinds)}")
+    return get_type_hints(kinds[group])
+
+
+def _converted(dotted: str, value: Any, kind: Any) -> Any:
+    """A value as its option's type; text is read, "2^-12" too."""
+    if value is None or (isinstance(value, str) and value == "" and kind is not str):
+        return None
+    if kind is bool:
+        words = {"true": True, "false": False, "1": True, "0": False}
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        raise ValueError(f"{dotted} is true or false, not {value!r}")
+    if kind in (int, float):
+        try:
+            number = _number(value)
+        except ValueError:
+            raise ValueError(f"{dotted} is a number, not {value!r}") from None
+        if kind is int and number != int(number):
+            raise ValueError(f"{dotted} is a whole number, not {value!r}")
+        return kind(number)
+    return str(value)
+
+
+def _number(value: Any) -> float:
+    power = re.fullmatch(r"2\^(-?\d+)", value) if isinstance(value, str) else None
+    return 2.0 ** int(power[1]) if power else float(value)
+
+
+def _check(config: RunConfig) -> None:
+    optimizer, training = config.optimizer, config.training
+    _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
+    _one_of("optimizer.normalize", optimizer.normalize, ("metric", "spectral", "none"))
+    _one_of("training.annealing", training.annealing, ANNEALINGS)
+    if not 0 <= optimizer.momentum < 1:
+        raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
+    for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
+        if getattr(training, name) < 1:
+            raise ValueError(f"training.{name} must be at least 1")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+
+
+def _paper(model: str) -> RunConfig:
+    return RunConfig(
+        MODEL_PRESETS[model],
+        DataConfig(source="fineweb", tokenizer="gpt2"),
+        OptimizerConfig(masters=False),
+        TrainingConfig(),
+    )
+
+
+def _tiny(model: str) -> RunConfig:
+    return RunConfig(
+        MODEL_PRESETS[model],
+        DataConfig(context=128, batch=16, validation_share=0.1),
+        OptimizerConfig(lr=2.0**-8, other_lr=2.0**-8),
+        TrainingConfig(steps=400, validation_batches=4),
+    )
+
+
+# "paper" is the paper to the letter: bfloat16 weights without masters, no final norm.
+PRESETS: dict[str, RunConfig] = {
+    "tiny": _tiny("tiny"),
+    "tiny-gqa": _tiny("tiny-gqa"),
+    "paper": _paper("paper-mha"),
+    "paper-mha": _paper("paper-mha"),
+    "paper-gqa": _paper("paper-gqa"),
+}
+
+
+def preset(name: str) -> RunConfig:
+    """A preset by its name."""
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,168 @@
+"""What a run leaves on disk, written as it goes and read by reports.
+
+A folder a run:
+
+    config.json     the configuration, and with it the run's key
+    metrics.jsonl   one line a measurement, of kind "train", "validation" or "diagnostics"
+    status.json     "running", "finished", "diverged" or "failed", a message, the machine
+    checkpoint.pt   while it runs
+    weights.pt      the trained model's state_dict, if asked for
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
+CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values measured at steps, both of one length."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def last_mean(self, count: int) -> float:
+        """Mean of the last ``count`` values, NaN if there are none."""
+        last = self.values[-count:]
+        return sum(last) / len(last) if last else float("nan")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as read back. ``config`` has the groups model, data, optimizer and training."""
+
+    key: str
+    folder: Path
+    config: dict[str, dict[str, Any]]
+    status: str
+    message: str
+    machine: dict[str, str]
+    training: Curve
+    validation: Curve
+    step_seconds: Curve  # a training step, whole
+    optimizer_seconds: Curve  # its part in the optimizers
+    tokens_a_step: int
+    diagnostics: dict[str, Curve]
+
+    def option(self, dotted: str) -> Any:
+        """``option("optimizer.lr")``."""
+        group, name = dotted.split(".")
+        return self.config[group][name]
+
+
+def machine() -> dict[str, str]:
+    """Where a run was made."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomically: a reader sees the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+class Recorder:
+    """Appends to a run's metrics. Opened again, it first forgets what came after ``step``."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / METRICS
+        if step and self.path.exists():
+            kept = [line for line in _lines(self.path) if line["step"] <= step]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path)
+        else:
+            self.path.write_text("", encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def add(self, kind: str, step: int, **values: Any) -> None:
+        """One measurement."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+
+    def flush(self) -> None:
+        """Onto the disk, before a checkpoint that counts on it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush, and no more."""
+        self.flush()
+        self._file.close()
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return  # a line cut off by a kill; nothing after it counts
+
+
+def read_run(folder: Path) -> Run:
+    """The run of a folder; raises FileNotFoundError if there is none."""
+    written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    status_file, metrics = folder / STATUS, folder / METRICS
+    status: dict[str, Any] = {"status": "running", "message": "", "machine": {}}
+    if status_file.exists():
+        status = json.loads(status_file.read_text(encoding="utf-8"))
+    curves: dict[str, Curve] = {
+        name: Curve() for name in ("train", "validation", "seconds", "optimizer_seconds")
+    }
+    diagnostics: dict[str, Curve] = {}
+
+    def add(curve: Curve, step: int, value: float) -> None:
+        curve.steps.append(step)
+        curve.values.append(value)
+
+    for line in _lines(metrics) if metrics.exists() else ():
+        kind, step = line["kind"], line["step"]
+        if kind == "diagnostics":
+            for name, value in line["values"].items():
+                add(diagnostics.setdefault(name, Curve()), step, value)
+            continue
+        add(curves[kind], step, line["loss"])
+        for name in ("seconds", "optimizer_seconds"):
+            if name in line:
+                add(curves[name], step, line[name])
+    config = written["config"]
+    return Run(
+        key=written["key"],
+        folder=folder,
+        config=config,
+        status=status["status"],
+        message=status["message"],
+        machine=status["machine"],
+        training=curves["train"],
+        validation=curves["validation"],
+        step_seconds=curves["seconds"],
+        optimizer_seconds=curves["optimizer_seconds"],
+        tokens_a_step=config["data"]["batch"]
+        * config["data"]["context"]
+        * config["training"]["accumulate"],
+        diagnostics=diagnostics,
+    )
+
+
+def read_runs(root: Path) -> list[Run]:
+    """All runs below a folder, in the order of their paths."""
+    return [read_run(path.parent) for path in sorted(root.rglob(CONFIG))]

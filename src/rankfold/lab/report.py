@@ -1,0 +1,320 @@
+"""Runs as a page that opens offline, with figures and tables beside it."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from . import figures
+from .figures import Picture, in_order, label, rate, write_figures
+from .records import Curve, Run
+from .statistics import LAST_VALIDATIONS, Band, Setting, Study, band, differing, studies_of
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+_STATUSES = ("finished", "running", "diverged", "failed")
+_MANY_SETTINGS = 3  # of one optimizer, and the main table shows the best alone
+_NOTHING = "–"
+_MODEL_FACTS = ("layers", "heads", "kv_heads", "width", "head_width")
+_DATA_FACTS = ("source", "tokenizer", "context", "batch")
+_NUMBERS = {
+    "loss": "loss",
+    "deviation": "std",
+    "seeds": "seeds",
+    "difference": "− AdamW",
+    "interval": "95% interval",
+    "p": "p",
+    "ms": "ms a step",
+    "share": "opt. share",
+    "tokens": "tokens/s",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a summary table, in words."""
+
+    optimizer: str
+    options: list[str]
+    numbers: list[str]
+    status: str  # in place of numbers, "" if there are some
+    best_of: int  # settings of its optimizer if it is the best of several, else 0
+    baseline: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """A study's settings: the main ones, and all of them where the main ones are fewer."""
+
+    title: str
+    options: list[str]
+    main: list[Row]
+    all: list[Row]
+
+
+def write_report(runs: list[Run], output: Path, title: str = "rankfold report") -> list[Path]:
+    """Write index.html, figures and tables into a folder; return what was written."""
+    runs = sorted(runs, key=lambda run: (run.key, str(run.folder)))
+    studies = studies_of(runs)
+    output.mkdir(parents=True, exist_ok=True)
+    sections = _draw_sections(studies, output / "figures")
+    tables = _write_tables(studies, output / "tables")
+    page = output / "index.html"
+    page.write_text(_page(title, runs, studies, sections), encoding="utf-8")
+    drawn = [path for _, _, pictures in sections for p in pictures for path in p.paths]
+    return [page, *drawn, *tables]
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def _page(
+    title: str,
+    runs: Sequence[Run],
+    studies: Sequence[Study],
+    sections: Sequence[tuple[str, str, list[Picture]]],
+) -> str:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    counts = Counter(run.status for run in runs)
+    return template.render(
+        title=title,
+        runs=len(runs),
+        settings=sum(len(study.settings) for study in studies),
+        seeds=len({run.option("training.seed") for run in runs}),
+        statuses=[(status, counts[status]) for status in _STATUSES if counts[status]],
+        studies=[_study_facts(study) for study in studies],
+        study_columns=["model", "runs", *map(_plain, _MODEL_FACTS), *_DATA_FACTS, "steps"],
+        machines=Counter(_machine(run) for run in runs if run.machine).most_common(),
+        unfinished=_unfinished(runs),
+        columns=list(_NUMBERS.values()),
+        summaries=[_table(study) for study in studies],
+        last=LAST_VALIDATIONS,
+        sections=sections,
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _study_facts(study: Study) -> list[str]:
+    config = study.settings[0].any_run.config
+    count = sum(len(setting.runs) for setting in study.settings)
+    facts = [config["model"].get(name, _NOTHING) for name in _MODEL_FACTS]
+    facts += [config["data"].get(name, _NOTHING) for name in _DATA_FACTS]
+    return [study.label, *map(str, (count, *facts, config["training"]["steps"]))]
+
+
+def _machine(run: Run) -> str:
+    known = dict(run.machine)
+    words = [known.pop("device", ""), known.pop("platform", "")]
+    return ", ".join(word for word in (*words, *(f"{k} {v}" for k, v in known.items())) if word)
+
+
+def _unfinished(runs: Sequence[Run]) -> list[list[str]]:
+    """Status, message, run and how far it came."""
+    lines = []
+    for status in _STATUSES[1:]:
+        for run in runs:
+            if run.status == status:
+                reached = max([0, *run.training.steps, *run.validation.steps])
+                steps = f"{reached} of {run.option('training.steps')}"
+                lines.append([status, run.key, steps, run.message])
+    return lines
+
+
+# The summary -------------------------------------------------------------------------------------
+
+
+def _table(study: Study) -> Table:
+    names = _shown_options(study.settings)
+    counts = Counter(setting.optimizer for setting in study.settings)
+    shown: dict[str, Setting] = {}
+    for setting in study.settings:
+        shown.setdefault(setting.optimizer, setting)
+    main = [
+        setting
+        for setting in study.settings
+        if counts[setting.optimizer] <= _MANY_SETTINGS or setting is shown[setting.optimizer]
+    ]
+    everything = study.settings if len(main) < len(study.settings) else []
+    short = [name.split(".")[1] for name in names]
+    titles = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
+    return Table(
+        study.label,
+        list(map(_plain, titles)),
+        [_row(study, setting, names) for setting in main],
+        [_row(study, setting, names) for setting in everything],
+    )
+
+
+def _shown_options(settings: Sequence[Setting]) -> list[str]:
+    names = differing([setting.options for setting in settings])
+    return [name for name in names if name != "optimizer.name"]
+
+
+def _row(study: Study, setting: Setting, names: Sequence[str]) -> Row:
+    rivals = sum(other.optimizer == setting.optimizer for other in study.settings)
+    return Row(
+        label(setting.optimizer),
+        [_option(name, setting.options.get(name)) for name in names],
+        _numbers(study, setting),
+        _status(setting),
+        rivals if rivals > 1 and study.best.get(setting.optimizer) is setting else 0,
+        study.baseline is setting,
+    )
+
+
+def _status(setting: Setting) -> str:
+    if setting.losses:
+        return ""
+    if len(setting.runs) == 1:
+        return setting.status
+    counts = Counter(run.status for run in setting.runs.values())
+    count = setting.diverged if setting.status == "diverged" else counts[setting.status]
+    return f"{setting.status} ({count} of {len(setting.runs)} seeds)"
+
+
+def _option(name: str, value: Any) -> str:
+    if value is None or value == "":
+        return _NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("lr"):
+        return rate(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _numbers(study: Study, setting: Setting) -> list[str]:
+    paired = study.against_baseline(setting)
+    seeds = str(len(setting.losses))
+    if len(setting.losses) < len(setting.runs):
+        seeds += f" of {len(setting.runs)}"
+    tested = [_NOTHING] * 3
+    if paired is not None:
+        interval = f"{_signed(paired.low)} to {_signed(paired.high)}"
+        tested = [_signed(paired.mean), interval, _p_value(paired.p)]
+        if paired.count < 2:
+            tested[1] = _NOTHING
+        if paired.count < len(setting.losses):
+            tested[0] += f" ({paired.count} common)"
+    return [
+        _fixed(setting.loss, 4),
+        _fixed(setting.spread, 4),
+        seeds,
+        *tested,
+        _fixed(1000 * setting.step_seconds, 1),
+        f"{_fixed(100 * setting.optimizer_share, 1)}%".replace(f"{_NOTHING}%", _NOTHING),
+        _thousands(setting.tokens_per_second),
+    ]
+
+
+def _fixed(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else _NOTHING
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−") if math.isfinite(value) else _NOTHING
+
+
+def _p_value(value: float) -> str:
+    return "<0.001" if value < 0.001 else _fixed(value, 3)
+
+
+def _thousands(value: float) -> str:
+    return f"{value:,.0f}".replace(",", "\u202f") if math.isfinite(value) else _NOTHING
+
+
+# Figures -----------------------------------------------------------------------------------------
+
+
+def _draw_sections(studies: Sequence[Study], folder: Path) -> list[tuple[str, str, list[Picture]]]:
+    """Heading, a sentence, figures; only of what there is."""
+    kinds = (
+        (
+            "Loss",
+            "The best setting of each optimizer. Training loss is sampled every "
+            f"{figures.TRAINING_EVERY} steps.",
+            figures.loss_figures,
+        ),
+        ("Learning rates", "Diverged settings have no point.", figures.rate_figures),
+        ("Time", "Medians over the steps of all seeds.", figures.time_figures),
+        ("Diagnostics", "What the runs measured on the way.", figures.diagnostic_figures),
+    )
+    sections = []
+    for heading, words, draw in kinds:
+        drawn = itertools.chain.from_iterable(map(draw, studies))
+        pictures = write_figures(drawn, folder)
+        if pictures:
+            sections.append((heading, words, pictures))
+    return sections
+
+
+# Tables ------------------------------------------------------------------------------------------
+
+
+def _write_tables(studies: Sequence[Study], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = (("train", figures.training_curve), ("valid", figures.validation_curve))
+    paths = []
+    for study in studies:
+        for word, which in kinds:
+            if study.best:
+                paths.append(folder / f"{study.name}_{word}.csv")
+                _write_csv(paths[-1], _curve_lines(study, which))
+    summary = folder / "summary.csv"
+    _write_csv(summary, _summary_lines(studies))
+    return [*paths, summary]
+
+
+def _write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
+def _column(optimizer: str) -> str:
+    """The paper calls isometry geometries partial."""
+    return optimizer.replace("isometry-", "partial-").replace("-", "_")
+
+
+def _curve_lines(study: Study, which: Callable[[Run], Curve]) -> Iterator[list[Any]]:
+    names = in_order(list(study.best))
+    yield ["step", *map(_column, names)]
+    bands: list[Band] = [band(list(study.best[name].curves(which).values())) for name in names]
+    values = [dict(zip(drawn.steps, drawn.means, strict=True)) for drawn in bands]
+    for step in sorted(set().union(*values)):
+        yield [step, *(column.get(step, "") for column in values)]
+
+
+def _summary_lines(studies: Sequence[Study]) -> Iterator[list[Any]]:
+    names = _shown_options([setting for study in studies for setting in study.settings])
+    yield [
+        *("study", "optimizer", *names, "status", "best", "baseline", "runs", "seeds", "loss"),
+        *("deviation", "pairs", "difference", "low", "high", "p"),
+        *("ms_a_step", "optimizer_share", "tokens_per_second"),
+    ]
+    for study in studies:
+        for setting in study.settings:
+            paired = study.against_baseline(setting)
+            tested = [paired.mean, paired.low, paired.high, paired.p] if paired else [math.nan] * 4
+            numbers: list[float] = [setting.loss, setting.spread, *tested]
+            numbers += [1000 * setting.step_seconds, setting.optimizer_share]
+            numbers += [setting.tokens_per_second]
+            loss, spread, *rest = [n if math.isfinite(n) else "" for n in numbers]
+            yield [
+                *(study.label, setting.optimizer),
+                *(setting.options.get(name, "") for name in names),
+                setting.status,
+                int(study.best.get(setting.optimizer) is setting),
+                int(study.baseline is setting),
+                *(len(setting.runs), len(setting.losses), loss, spread),
+                *(paired.count if paired else "", *rest),
+            ]

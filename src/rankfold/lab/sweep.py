@@ -1,0 +1,161 @@
+"""Many runs from one TOML file: spelled out, keyed, skipped when finished, resumed when not.
+
+preset = "paper-mha"          # what every run starts from
+seeds = [0, 1, 2]             # every combination once for each
+
+[options]                     # the same for all runs
+training.steps = 1000
+
+[[grid]]                      # lists multiply; several grids add up
+optimizer.name = ["fixed-embedded", "isometry-quotient"]
+optimizer.lr = ["2^-8", "2^-6"]
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import records
+from .config import RunConfig, preset
+from .training import train
+
+ENGINES = ("processes", "ray")
+_TOP = {"preset", "seeds", "options", "grid"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run of a sweep."""
+
+    key: str
+    status: str
+    message: str
+    loss: float  # mean of the last five validations
+
+
+def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> list[RunConfig]:
+    """All runs of a sweep file; ``extra`` options replace what the file says for every run."""
+    try:
+        spelled = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    unknown = sorted(set(spelled) - _TOP)
+    if unknown:
+        raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(sorted(_TOP))}")
+    base = preset(spelled.get("preset", "tiny")).with_options(_flat(spelled.get("options", {})))
+    configs = {}
+    for grid in spelled.get("grid", [{}]):
+        for options in _product(_flat(grid)):
+            for seed in spelled.get("seeds", [0]):
+                chosen = {**options, "training.seed": seed, **(extra or {})}
+                config = base.with_options(chosen)
+                configs[config.key] = config
+    return list(configs.values())
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _product(grid: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    choices = [value if isinstance(value, list) else [value] for value in grid.values()]
+    for values in itertools.product(*choices):
+        yield dict(zip(grid, values, strict=True))
+
+
+def run_one(config: RunConfig, root: Path, device: str, threads: int | None = None) -> Outcome:
+    """One run of a sweep, in whatever process; an error is an outcome, not an exception."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = root / config.key
+    try:
+        run = train(config, folder, device=torch.device(device))
+    except Exception as error:
+        return Outcome(config.key, "failed", f"{type(error).__name__}: {error}", float("nan"))
+    return Outcome(run.key, run.status, run.message, run.validation.last_mean(5))
+
+
+def run_sweep(
+    configs: list[RunConfig],
+    root: Path,
+    *,
+    device: str,
+    workers: int = 1,
+    engine: str = "processes",
+    done: Callable[[Outcome, int, int], object] = lambda outcome, count, total: None,
+) -> list[Outcome]:
+    """All runs, ``workers`` at a time; ``done`` is told of each as it ends."""
+    if engine not in ENGINES:
+        raise ValueError(f"there is no engine {engine!r}; there are {', '.join(ENGINES)}")
+    root.mkdir(parents=True, exist_ok=True)
+    each = _with_ray if engine == "ray" else _in_processes
+    outcomes = []
+    for outcome in each(configs, root, device, workers):
+        outcomes.append(outcome)
+        done(outcome, len(outcomes), len(configs))
+    return outcomes
+
+
+def _in_processes(
+    configs: list[RunConfig], root: Path, device: str, workers: int
+) -> Iterable[Outcome]:
+    if workers == 1:
+        yield from (run_one(config, root, device) for config in configs)
+        return
+    threads = max(1, torch.get_num_threads() // workers) if device == "cpu" else None
+    # A fresh interpreter each: a forked one cannot use CUDA.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        waiting: dict[Future[Outcome], RunConfig] = {
+            pool.submit(run_one, config, root, device, threads): config for config in configs
+        }
+        for future in as_completed(waiting):
+            error = future.exception()
+            if error is None:
+                yield future.result()
+            else:  # the process itself died
+                yield Outcome(waiting[future].key, "failed", str(error), float("nan"))
+
+
+def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -> Iterable[Outcome]:
+    """One task a run; ``root`` must be a folder that all machines share."""
+    try:
+        ray = importlib.import_module("ray")
+    except ModuleNotFoundError:
+        raise ValueError("engine ray needs Ray: pip install 'rankfold[ray]'") from None
+    ray.init(ignore_reinit_error=True)
+    share = {"num_gpus": 1 / workers} if device.startswith("cuda") else {"num_cpus": 1}
+    remote = ray.remote(**share)(run_one)
+    waiting = {remote.remote(config, root.resolve(), device, None): config for config in configs}
+    while waiting:
+        ready, _ = ray.wait(list(waiting), num_returns=1)
+        config = waiting.pop(ready[0])
+        try:
+            yield ray.get(ready[0])
+        except Exception as error:
+            yield Outcome(config.key, "failed", str(error), float("nan"))
+
+
+def statuses(configs: Iterable[RunConfig], root: Path) -> dict[str, str]:
+    """Where each run of a sweep stands: "new" or its status."""
+    found = {}
+    for config in configs:
+        folder = root / config.key
+        there = (folder / records.CONFIG).exists()
+        found[config.key] = records.read_run(folder).status if there else "new"
+    return found

@@ -1,0 +1,326 @@
+"""One run: from a configuration to a folder with its record, resumable at any moment."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..diagnostics import log_to
+from . import optimizers, records
+from .config import RunConfig, TrainingConfig
+from .corpus import Corpus, prepare
+from .loader import Loader, ValidationCycle
+from .model import Decoder
+
+# Losses and times are read from the device this often: each reading waits for it.
+_READ_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, for a display."""
+
+    key: str
+    step: int
+    steps: int
+    loss: float
+    validation: float
+    tokens_per_second: float
+    optimizer_share: float
+
+
+class Scalars(Protocol):
+    """What is used of TensorBoard's SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """One number of one step."""
+
+
+Show = Callable[[Progress], object]
+
+
+def rate_factor(step: int, config: TrainingConfig) -> float:
+    """What the learning rates of step ``step``, from 0, are multiplied by."""
+    warm = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    if config.annealing == "none":
+        return warm
+    left = 1 - max(0, step - config.warmup) / max(1, config.steps - config.warmup)
+    fall = left if config.annealing == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    return warm * fall
+
+
+class _Clock:
+    """Seconds of steps and of the optimizers' part, read without waiting at every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[list[Any]] = []
+
+    def mark(self) -> None:
+        """Begin a step, begin its optimizers, or end it: three marks a step."""
+        if not self.marks or len(self.marks[-1]) == 3:
+            self.marks.append([])
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self.marks[-1].append(event)
+        else:
+            self.marks[-1].append(time.perf_counter())
+
+    def read(self) -> list[tuple[float, float]]:
+        """(whole, optimizers) of each step since the last reading."""
+        taken, self.marks = self.marks, []
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [(a.elapsed_time(c) / 1000, b.elapsed_time(c) / 1000) for a, b, c in taken]
+        return [(c - a, c - b) for a, b, c in taken]
+
+
+class Trainer:
+    """A model, its data and optimizers at some step of a run."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+        self.config, self.device = config, device
+        seed = config.training.seed
+        self.model = Decoder(config.model, corpus.vocabulary, seed=seed, device=device)
+        self.attention, self.others = optimizers.build(self.model, config.optimizer)
+        self.loader = Loader(corpus.training, config.data, corpus.end_of_text, seed)
+        self.cycle = ValidationCycle(corpus.validation, config.data, corpus.end_of_text)
+        self.step = self.validations = 0
+        compiled = config.training.compile
+        self.loss: Callable[[Tensor], Tensor] = (
+            torch.compile(self.model) if compiled else self.model
+        )
+
+    def tokens(self, batch: np.ndarray) -> Tensor:
+        """A batch on the device, (batch, context)."""
+        return torch.from_numpy(batch).to(self.device)
+
+    def advance(self, clock: _Clock) -> Tensor:
+        """One training step; returns its loss, a 0-dim tensor on the device."""
+        training = self.config.training
+        clock.mark()
+        factor = rate_factor(self.step, training)
+        total = torch.zeros((), device=self.device)
+        self.model.zero_grad(set_to_none=True)
+        for _ in range(training.accumulate):
+            loss = self.loss(self.tokens(self.loader.next())) / training.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if training.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
+        clock.mark()
+        if self.attention is not None:
+            self.attention.set_lr(self.config.optimizer.lr * factor)
+            self.attention.step()
+        self.others.set_lr(self.config.optimizer.other_lr * factor)
+        self.others.step()
+        clock.mark()
+        self.step += 1
+        return total
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the next batches of the fixed cycle."""
+        count = self.config.training.validation_batches
+        first = self.validations * count
+        self.validations += 1
+        losses = [self.loss(self.tokens(self.cycle.batch(first + k))) for k in range(count)]
+        return float(torch.stack(losses).mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the rest of the run depends on."""
+        return {
+            "step": self.step,
+            "validations": self.validations,
+            "model": self.model.state_dict(),
+            "attention": None if self.attention is None else self.attention.state_dict(),
+            "others": self.others.state_dict(),
+            "loader": self.loader.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.step, self.validations = state["step"], state["validations"]
+        self.model.load_state_dict(state["model"])
+        if self.attention is not None:
+            self.attention.load_state_dict(state["attention"])
+        self.others.load_state_dict(state["others"])
+        self.loader.load_state_dict(state["loader"])
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Atomically: a kill leaves the last file or this one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    *,
+    device: torch.device,
+    corpus: Corpus | None = None,
+    show: Show = lambda progress: None,
+    scalars: Scalars | None = None,
+) -> records.Run:
+    """Make the run, or the rest of it, in ``folder``; a finished one is only read.
+
+    A loss that is no longer finite ends the run with the status "diverged". What else goes wrong
+    is raised, after the status "failed" is written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / records.CONFIG).exists() and records.read_run(folder).status in (
+        "finished",
+        "diverged",
+    ):
+        return records.read_run(folder)
+    records.write_json(folder / records.CONFIG, {"key": config.key, "config": config.as_dict()})
+    _write_status(folder, "running")
+    try:
+        with _deterministic(config.training.deterministic):
+            trainer = Trainer(config, corpus or prepare(config.data), device)
+            status, message = _run(trainer, folder, show, scalars)
+    except Exception as error:
+        _write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        raise
+    _write_status(folder, status, message)
+    if status == "finished":
+        (folder / records.CHECKPOINT).unlink(missing_ok=True)
+    return records.read_run(folder)
+
+
+def _write_status(folder: Path, status: str, message: str = "") -> None:
+    written = {"status": status, "message": message, "machine": records.machine()}
+    records.write_json(folder / records.STATUS, written)
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _run(trainer: Trainer, folder: Path, show: Show, scalars: Scalars | None) -> tuple[str, str]:
+    checkpoint = folder / records.CHECKPOINT
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=trainer.device, weights_only=True)
+        trainer.load_state_dict(state)
+    recorder = records.Recorder(folder, trainer.step)
+    try:
+        return _Loop(trainer, folder, recorder, show, scalars).run()
+    finally:
+        recorder.close()
+
+
+class _Loop:
+    """The steps of a run, with what is written and shown in between."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        folder: Path,
+        recorder: records.Recorder,
+        show: Show,
+        scalars: Scalars | None,
+    ) -> None:
+        self.trainer, self.folder, self.recorder = trainer, folder, recorder
+        self.show, self.scalars = show, scalars
+        self.clock = _Clock(trainer.device)
+        self.pending: list[Tensor] = []
+        self.loss = self.validation = math.nan
+        every = trainer.config.training.diagnostics_every
+        if every and isinstance(trainer.attention, optimizers.Riemannian):
+            log_to(
+                trainer.attention.inner,
+                self._diagnose,
+                every,
+                start=trainer.step,
+                per_member=False,
+            )
+
+    def _diagnose(self, step: int, values: dict[str, float]) -> None:
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self.recorder.add("diagnostics", step, values=finite)
+
+    def _scalar(self, tag: str, value: float, step: int) -> None:
+        if self.scalars is not None:
+            self.scalars.add_scalar(tag, value, step)
+
+    def run(self) -> tuple[str, str]:
+        """Status and message at the end."""
+        trainer, training = self.trainer, self.trainer.config.training
+        while trainer.step < training.steps:
+            self.pending.append(trainer.advance(self.clock))
+            step = trainer.step
+            validating = step % training.validate_every == 0 or step == training.steps
+            if validating or len(self.pending) == _READ_EVERY:
+                self._read()
+                if not math.isfinite(self.loss):
+                    return "diverged", self._advice(step)
+            if validating:
+                self.validation = trainer.validate()
+                self.recorder.add("validation", step, loss=self.validation)
+                self._scalar("loss/validation", self.validation, step)
+                if not math.isfinite(self.validation):
+                    return "diverged", self._advice(step)
+            if step % training.checkpoint_every == 0 and step < training.steps:
+                self._read()
+                self.recorder.flush()
+                save(self.folder / records.CHECKPOINT, trainer.state_dict())
+        if training.keep_weights:
+            save(self.folder / records.WEIGHTS, trainer.model.state_dict())
+        return "finished", ""
+
+    def _advice(self, step: int) -> str:
+        lr = self.trainer.config.optimizer.lr
+        return f"the loss was not finite by step {step}; try a smaller optimizer.lr than {lr:g}"
+
+    def _read(self) -> None:
+        """Write down the losses and times since the last reading."""
+        if not self.pending:
+            return
+        times = self.clock.read()
+        losses = torch.stack(self.pending).tolist()
+        first = self.trainer.step - len(losses) + 1
+        self.pending = []
+        for step, (loss, (whole, part)) in enumerate(zip(losses, times, strict=True), first):
+            self.recorder.add("train", step, loss=loss, seconds=whole, optimizer_seconds=part)
+            self._scalar("loss/training", loss, step)
+        self.loss = losses[-1] if all(map(math.isfinite, losses)) else math.nan
+        whole, part = (sum(column) for column in zip(*times, strict=True))
+        data, training = self.trainer.config.data, self.trainer.config.training
+        tokens = data.batch * data.context * training.accumulate * len(times)
+        self._scalar("time/tokens_per_second", tokens / whole, self.trainer.step)
+        self._scalar("time/optimizer_share", part / whole, self.trainer.step)
+        self.show(
+            Progress(
+                key=self.trainer.config.key,
+                step=self.trainer.step,
+                steps=training.steps,
+                loss=self.loss,
+                validation=self.validation,
+                tokens_per_second=tokens / whole,
+                optimizer_share=part / whole,
+            )
+        )

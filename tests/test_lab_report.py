@@ -1,0 +1,349 @@
+"""Reports of made-up runs: numbers, pages, tables and figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankfold.geometries import GEOMETRIES
+from rankfold.lab import statistics as st
+from rankfold.lab.figures import rate
+from rankfold.lab.records import CONFIG, STATUS, Curve, Recorder, Run, read_runs, write_json
+from rankfold.lab.report import write_report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+MACHINE = {"device": "NVIDIA H200", "platform": "Linux x86_64", "torch": "2.13.0"}
+
+
+def fake_run(
+    root: Path,
+    name: str = "adamw",
+    seed: int = 0,
+    final: float = 4.0,
+    *,
+    gqa: bool = False,
+    status: str = "finished",
+    message: str = "",
+    steps: int = 100,
+    diagnostics: bool = False,
+    **options: Any,
+) -> None:
+    """A run on disk whose last five validations have the mean ``final``."""
+    optimizer = {"name": name, "lr": 2.0**-8, "other_lr": 2.0**-10, "momentum": 0.0}
+    optimizer |= {"normalize": "metric", "masters": True} | options
+    model = {"layers": 4, "heads": 8, "kv_heads": 2 if gqa else 8, "width": 512, "head_width": 64}
+    data = {"source": "wikipedia", "tokenizer": "gpt2", "context": 256, "batch": 8}
+    training = {"steps": steps, "warmup": 10, "annealing": "none", "accumulate": 1}
+    training |= {"validate_every": 10, "seed": seed}
+    config = {"model": model, "data": data, "optimizer": optimizer, "training": training}
+    key = f"{'gqa' if gqa else 'mha'}-{name}-s{seed}-{len(list(root.glob('*'))):03d}"
+    folder = root / key
+    folder.mkdir(parents=True)
+    write_json(folder / CONFIG, {"key": key, "config": config})
+    write_json(folder / STATUS, {"status": status, "message": message, "machine": MACHINE})
+    record(Recorder(folder, 0), key, steps, final, name == "adamw", diagnostics)
+
+
+def record(
+    recorder: Recorder, key: str, steps: int, final: float, adamw: bool, watch: bool
+) -> None:
+    noise = random.Random(key)
+    flat = max(1, steps - 49)
+    for step in range(1, steps + 1):
+        loss = final + 6 * math.exp(-4 * step / flat) if step < flat else final
+        seconds = 0.02 + noise.random() / 1000
+        spent = 0.001 if adamw else 0.004
+        wave = loss + noise.gauss(0, 0.05)
+        recorder.add("train", step, loss=wave, seconds=seconds, optimizer_seconds=spent)
+        if step % 10 == 0:
+            recorder.add("validation", step, loss=loss)
+        if watch and step % 20 == 0:
+            values = {
+                n: math.exp(noise.gauss(0, 0.2)) * step for n in ("condition", "drift", "norm")
+            }
+            recorder.add("diagnostics", step, values=values)
+    recorder.close()
+
+
+def full_study(root: Path, seeds: int = 3, steps: int = 200) -> list[Run]:
+    """Both models, all optimizers, sweeps and every status."""
+    noise = random.Random(0)
+    for seed in range(seeds):
+        shift = noise.gauss(0, 0.02)
+        for gqa in (False, True):
+            common: dict[str, Any] = {"seed": seed, "gqa": gqa, "steps": steps}
+            for k, other in ((0, -12), (1, -10), (2, -8)):
+                for j, lr in ((0, -14), (1, -12), (2, -10)):
+                    final = 4 + shift + 0.1 * abs(k - 1) + 0.03 * abs(j - 1)
+                    rates: dict[str, Any] = {"lr": 2.0**lr, "other_lr": 2.0**other}
+                    fake_run(root, "adamw", final=final, **common, **rates)
+            for name in GEOMETRIES:
+                for j, lr in enumerate((-10, -8, -6)):
+                    for normalize in ("metric", "none"):
+                        final = 3.99 + shift + 0.05 * abs(j - 1) + noise.gauss(0, 0.01)
+                        final += 0.02 * (normalize == "none")
+                        choice: dict[str, Any] = {"lr": 2.0**lr, "normalize": normalize}
+                        fake_run(root, name, final=final, diagnostics=True, **common, **choice)
+        fake_run(root, "frozen", seed, 4.6 + shift, steps=steps)
+    fake_run(root, "fixed-embedded", 0, 9.0, status="diverged", message="loss is NaN", lr=1.0)
+    fake_run(root, "fixed-quotient", 7, 5.0, status="running", steps=steps)
+    fake_run(root, "adamw", 8, 5.0, status="failed", message="out of memory: tried 2 GiB")
+    return read_runs(root)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def text_of(folder: Path) -> str:
+    return (folder / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    root = tmp_path_factory.mktemp("full")
+    return root / "report", write_report(
+        full_study(root / "runs", seeds=2, steps=100), root / "report"
+    )
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (5, 2.5706),
+        (10, 2.2281),
+        (30, 2.0423),
+        (120, 1.9799),
+    ],
+)
+def test_the_t_table(freedom: int, quantile: float) -> None:
+    assert st.student_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
+    assert st.student_p(quantile, freedom) == pytest.approx(0.05, abs=1e-5)
+
+
+def test_closed_forms_of_the_t_distribution() -> None:
+    for t in (0.0, 1e-4, 0.3, 1.0, 4.0, 60.0, 1e4):
+        assert st.student_p(t, 1) == pytest.approx(1 - 2 * math.atan(t) / math.pi, abs=1e-12)
+        assert st.student_p(-t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-12)
+    assert st.student_quantile(9, 0.99) == pytest.approx(3.2498, abs=6e-5)
+
+
+def test_incomplete_beta_by_hand() -> None:
+    assert st.incomplete_beta(1, 1, 0.3) == pytest.approx(0.3)
+    assert st.incomplete_beta(2, 3, 0.4) == pytest.approx(6 * 0.4**2 - 8 * 0.4**3 + 3 * 0.4**4)
+    assert st.incomplete_beta(2, 3, 0.0) == 0
+    assert st.incomplete_beta(2, 3, 1.0) == 1
+
+
+def test_a_paired_test_by_hand() -> None:
+    result = st.paired([1.0, 2.0, 3.0])  # mean 2, error 1/√3, t = 2√3 with two degrees of freedom
+    t = 2 * math.sqrt(3)
+    assert result.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    assert (result.low, result.high) == pytest.approx(
+        (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5)
+    )
+    assert st.deviation([1.0, 2.0, 4.0]) == pytest.approx(math.sqrt(7 / 3))
+
+
+def test_paired_tests_without_enough_to_test() -> None:
+    assert math.isnan(st.paired([0.5]).p)
+    assert st.paired([0.5]).mean == 0.5
+    assert math.isnan(st.paired([]).mean)
+    assert st.paired([0.0, 0.0]).p == 1
+    assert st.paired([0.25, 0.25]).p == 0
+
+
+def test_curves_are_thinned_subtracted_and_averaged_where_they_meet() -> None:
+    curve = Curve(list(range(1, 61)), [float(k) for k in range(1, 61)])
+    assert st.thinned(curve, 20).steps == [1, 20, 40, 60]
+    sparse = Curve([50, 100, 150], [1.0, 2.0, 3.0])
+    assert st.thinned(sparse, 20) == sparse
+    other = Curve([100, 150, 200], [4.0, 5.0, 6.0])
+    assert st.difference(sparse, other) == Curve([100, 150], [-2.0, -2.0])
+    assert st.band([sparse, other]).steps == [100, 150]
+    assert st.band([sparse, other]).means == [3.0, 4.0]
+
+
+def test_learning_rates_are_powers_of_two_where_they_are() -> None:
+    assert [rate(v) for v in (2.0**-12, 1.0, 8, 0.003, 0.0)] == ["2⁻¹²", "2⁰", "2³", "0.003", "0"]
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+def test_seeds_are_put_together(tmp_path: Path) -> None:
+    for seed, final in enumerate((4.0, 4.1, 4.4)):
+        fake_run(tmp_path, "adamw", seed, final)
+    (setting,) = st.settings_of(read_runs(tmp_path))
+    assert setting.loss == pytest.approx(12.5 / 3)
+    assert setting.spread == pytest.approx(st.deviation([4.0, 4.1, 4.4]))
+    assert setting.tokens_per_second == pytest.approx(8 * 256 / setting.step_seconds)
+    assert setting.optimizer_share == pytest.approx(0.001 / setting.step_seconds)
+
+
+def test_a_seed_run_twice_counts_once(tmp_path: Path) -> None:
+    fake_run(tmp_path, "adamw", 0, 4.0)
+    fake_run(tmp_path, "adamw", 0, 5.0, status="failed")
+    (setting,) = st.settings_of(read_runs(tmp_path))
+    assert setting.losses == pytest.approx({0: 4.0})
+
+
+def test_pairs_are_of_common_seeds_and_the_baseline_is_the_best_adamw(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        fake_run(tmp_path, "adamw", seed, 4.0 + seed, lr=2.0**-9)
+        fake_run(tmp_path, "adamw", seed, 3.0 + seed, lr=2.0**-12)
+        fake_run(tmp_path, "adamw", seed, 1.0, gqa=True)
+        fake_run(tmp_path, "adamw", seed, 1.0, steps=150)
+    for seed in (1, 2, 3):
+        fake_run(tmp_path, "fixed-embedded", seed, 2.5 + seed + seed / 100)
+    studies = st.studies_of(read_runs(tmp_path))
+    assert [s.label for s in studies] == ["MHA, steps 150", "MHA, steps 100", "GQA"]
+    assert [s.name for s in studies] == ["mha", "mha_steps_100", "gqa"]
+    study = studies[1]
+    assert study.baseline is not None
+    assert study.baseline.options["optimizer.lr"] == 2.0**-12
+    result = study.against_baseline(study.best["fixed-embedded"])
+    assert result is not None
+    assert result.count == 2
+    assert result.mean == pytest.approx(-0.485)
+    runs = [run for setting in study.settings for run in setting.runs.values()]
+    write_report(runs, tmp_path / "report")
+    assert "(2 common)" in text_of(tmp_path / "report")
+
+
+def test_runs_that_did_not_finish_are_shown_and_not_averaged(tmp_path: Path) -> None:
+    fake_run(tmp_path / "runs", "adamw", 0, 4.0)
+    fake_run(tmp_path / "runs", "adamw", 1, 40.0, status="running")
+    fake_run(tmp_path / "runs", "fixed-embedded", 0, 3.0)
+    fake_run(tmp_path / "runs", "fixed-embedded", 1, 90.0, status="diverged", message="went off")
+    fake_run(tmp_path / "runs", "frozen", 0, math.nan)
+    fake_run(tmp_path / "runs", "fixed-quotient", 0, 7.0, status="failed", message="<b>no & such")
+    write_report(read_runs(tmp_path / "runs"), tmp_path / "report")
+    rows = {row["optimizer"]: row for row in read(tmp_path / "report/tables/summary.csv")}
+    assert float(rows["adamw"]["loss"]) == pytest.approx(4.0)
+    assert (rows["adamw"]["runs"], rows["adamw"]["seeds"]) == ("2", "1")
+    for name, status in (("fixed-embedded", "diverged"), ("frozen", "diverged")):
+        assert (rows[name]["status"], rows[name]["loss"], rows[name]["best"]) == (status, "", "0")
+    assert list(read(tmp_path / "report/tables/mha_valid.csv")[0]) == ["step", "adamw"]
+    page = text_of(tmp_path / "report")
+    for words in ("diverged (1 of 2 seeds)", "went off", "1 running", "&lt;b&gt;no &amp; such"):
+        assert words in page
+    assert "<b>" not in page
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def test_all_files_are_there_and_named(full: tuple[Path, list[Path]]) -> None:
+    folder, paths = full
+    assert sorted(p for p in folder.rglob("*") if p.is_file()) == sorted(paths)
+    names = {p.stem for p in (folder / "figures").glob("*.svg")}
+    assert names == {p.stem for p in (folder / "figures").glob("*.png")}
+    kinds = ("train", "valid", "rates", "adamw_grid", "time", "diagnostics")
+    assert names == {f"{model}_{kind}" for model in ("mha", "gqa") for kind in kinds}
+    assert text_of(folder).count("<svg") == len(names)
+
+
+def test_curves_have_the_papers_columns(full: tuple[Path, list[Path]]) -> None:
+    columns = ["step", "adamw", "fixed_embedded", "fixed_quotient"]
+    columns += ["partial_embedded", "partial_quotient", "partial_canonical"]
+    for name in ("gqa_train", "gqa_valid"):
+        assert list(read(full[0] / f"tables/{name}.csv")[0]) == columns
+    assert list(read(full[0] / "tables/mha_valid.csv")[0]) == [*columns, "frozen"]
+    steps = [int(row["step"]) for row in read(full[0] / "tables/mha_train.csv")]
+    assert steps == [1, 20, 40, 60, 80, 100]
+
+
+def test_the_page_is_in_order_and_asks_for_nothing(full: tuple[Path, list[Path]]) -> None:
+    page = text_of(full[0])
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == ["Summary", "Loss", "Learning rates", "Time", "Diagnostics"]
+    assert set(re.findall(r"https?://[^\s\"'<>]*", page)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert not re.search(r"<script|<link|<img|@import|src=", page)
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', page)) <= set(ids)
+    assert "2⁻¹²" in page
+    assert page.count("<details>") == 2
+    assert page.count("beyond the panel.</figcaption>") == 2  # frozen, run for one model
+    assert page.count('class="tag baseline"') == 4  # in both tables of both models
+
+
+def test_the_same_runs_make_the_same_report(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        fake_run(tmp_path / "runs", "adamw", seed, 4.0 + seed)
+        fake_run(tmp_path / "runs", "fixed-embedded", seed, 3.9 + seed, diagnostics=True)
+    runs = read_runs(tmp_path / "runs")
+    first = write_report(runs, tmp_path / "a")
+    second = write_report(runs[::-1], tmp_path / "b")
+    assert [p.name for p in first] == [p.name for p in second]
+    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+
+
+@pytest.mark.parametrize("case", ["nothing", "one run", "no AdamW", "one seed", "only diverged"])
+def test_little_to_report(tmp_path: Path, case: str) -> None:
+    root = tmp_path / "runs"
+    if case in ("one run", "one seed"):
+        fake_run(root, "adamw")
+    if case in ("no AdamW", "one seed"):
+        fake_run(root, "fixed-embedded", 0, 3.0)
+        fake_run(root, "fixed-embedded", 0, 3.1, lr=0.5, momentum=0.5)
+        fake_run(root, "some-new-one", 0, 3.1, normalize="other")
+    if case == "no AdamW":
+        fake_run(root, "fixed-embedded", 1, 3.2)
+    if case == "only diverged":
+        fake_run(root, "adamw", status="diverged", lr=0.5, other_lr=0.5)
+        fake_run(root, "adamw", status="diverged", lr=0.5, other_lr=0.25)
+    paths = write_report(read_runs(root), tmp_path / "report", title="<little>")
+    assert all(path.exists() for path in paths)
+    page = text_of(tmp_path / "report")
+    assert "<h1>&lt;little&gt;</h1>" in page
+    assert "nan" not in re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL).lower()
+    assert ("There are no runs" in page) == (case == "nothing")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_does_not_overflow(
+    full: tuple[Path, list[Path]], tmp_path: Path, width: int
+) -> None:
+    """In a frame, as windows have a least width."""
+    page = text_of(full[0]).replace("<details>", "<details open>")
+    wrapper = (
+        f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{_quoted(page)}" '
+        'onload="const e = this.contentDocument.documentElement;'
+        'document.title = JSON.stringify([e.clientWidth, e.scrollWidth])"></iframe>'
+    )
+    (tmp_path / "wrapper.html").write_text(wrapper, encoding="utf-8")
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1600,1000"]
+    command += ["--virtual-time-budget=2000", (tmp_path / "wrapper.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    found = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert found is not None
+    shown, needed = json.loads(found[1])
+    assert width - 20 <= shown <= width  # but for a scroll bar
+    assert needed <= shown
+
+
+def _quoted(page: str) -> str:
+    return page.replace("&", "&amp;").replace('"', "&quot;")

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankfold.geometries import GEOMETRIES
+from rankfold.lab import records
+from rankfold.lab.config import PRESETS, RunConfig, TrainingConfig, from_dict, preset
+from rankfold.lab.model import Decoder
+from rankfold.lab.optimizers import Riemannian, WideAdamW, build
+from rankfold.lab.training import Progress, rate_factor, train
+
+from .lab_runs import run, small, write_corpus
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RANKFOLD_CACHE", str(tmp_path / "cache"))
+    return write_corpus(tmp_path)
+
+
+# Configurations ----------------------------------------------------------------------------------
+
+
+def test_options_are_read_from_text_and_keys_follow_them() -> None:
+    start = preset("tiny")
+    changed = start.with_options(
+        {"optimizer.lr": "2^-8", "model.rope": "true", "training.steps": "20", "data.ranks": None}
+    )
+    assert changed.optimizer.lr == 2**-8
+    assert changed.model.rope is True
+    assert changed.training.steps == 20
+    assert changed.key != start.key
+    assert start.with_options({"training.checkpoint_every": 3}).key == start.key
+    for name in PRESETS:
+        assert from_dict(json.loads(json.dumps(preset(name).as_dict()))) == preset(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer.rate": 1}, "there is no option 'optimizer.rate'"),
+        ({"optimiser.lr": 1}, "groups are model, data, optimizer, training"),
+        ({"optimizer.lr": "fast"}, "optimizer.lr is a number"),
+        ({"training.steps": 1.5}, "whole number"),
+        ({"training.steps": 0}, "at least 1"),
+        ({"model.rope": "maybe"}, "true or false"),
+        ({"optimizer.name": "sgd"}, "one of adamw, frozen, fixed-embedded"),
+        ({"optimizer.momentum": 1}, r"in \[0, 1\)"),
+        ({"training.annealing": "exp"}, "one of none, linear, cosine"),
+    ],
+)
+def test_wrong_options_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RunConfig().with_options(options)
+
+
+def test_unknown_presets_are_named() -> None:
+    with pytest.raises(ValueError, match="there are tiny"):
+        preset("huge")
+
+
+def test_paper_preset_is_the_paper() -> None:
+    paper = preset("paper")
+    assert (paper.model.weights, paper.model.final_norm) == ("bfloat16", False)
+    assert not paper.optimizer.masters
+    assert (paper.data.context, paper.data.batch, paper.data.tokenizer) == (512, 8, "gpt2")
+    assert (paper.training.warmup, paper.training.validate_every) == (10, 10)
+    assert paper.optimizer.norm_floor == 2**-23
+
+
+def test_learning_rates_rise_and_fall() -> None:
+    flat = TrainingConfig(steps=100)
+    assert [rate_factor(k, flat) for k in (0, 4, 9, 10, 99)] == [0.1, 0.5, 1, 1, 1]
+    for kind in ("linear", "cosine"):
+        config = TrainingConfig(steps=100, annealing=kind)
+        factors = [rate_factor(k, config) for k in range(100)]
+        assert factors[10] == 1
+        assert factors[55] == pytest.approx(0.5)
+        assert all(x > y for x, y in pairwise(factors[10:]))
+        assert 0 < factors[-1] < 0.02
+    assert rate_factor(0, TrainingConfig(warmup=0)) == 1
+
+
+# Optimizers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_wide_adamw_on_bfloat16(masters: bool) -> None:
+    """With masters it is AdamW in float32, rounded; without, small steps are lost to rounding."""
+    torch.manual_seed(0)
+    start = torch.randn(20)
+    weight = torch.nn.Parameter(start.bfloat16())
+    wide = torch.nn.Parameter(weight.detach().float())
+    ours = WideAdamW([weight], 1e-5, 0.01, masters)
+    theirs = torch.optim.AdamW([wide], 1e-5, weight_decay=0.01)
+    before = weight.detach().clone()
+    for _ in range(300):
+        gradient = torch.randn(20).bfloat16()
+        gradient += 1
+        weight.grad, wide.grad = gradient, gradient.float()
+        ours.step()
+        theirs.step()
+    big = before.abs() > 0.1  # whose spacing in bfloat16 a step of 1e-5 does not cross
+    if masters:
+        assert torch.equal(weight.detach(), wide.detach().bfloat16())
+        assert (weight != before).any()
+    else:
+        assert torch.equal(weight[big], before[big])
+    assert ours.inner.state[ours.wide[0]]["exp_avg"].dtype == torch.float32
+
+
+def test_frozen_attention_stays(corpus: Path) -> None:
+    config = small(corpus, optimizer__name="frozen")
+    model = Decoder(config.model, 257)
+    attention, others = build(model, config.optimizer)
+    assert attention is None
+    before = [p.clone() for p in model.attention_parameters()]
+    model(torch.randint(257, (2, 8))).backward()
+    others.step()
+    assert all(map(torch.equal, before, model.attention_parameters()))
+
+
+def test_masters_can_be_done_without(corpus: Path) -> None:
+    for masters in (True, False):
+        config = small(
+            corpus,
+            optimizer__name="isometry-quotient",
+            optimizer__masters=masters,
+            model__weights="bfloat16",
+        )
+        model = Decoder(config.model, 257)
+        attention, _ = build(model, config.optimizer)
+        assert isinstance(attention, Riemannian)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.arange(16).view(2, 8)).backward()
+            attention.step()
+        kept = any("master" in state for state in attention.inner.state.values())
+        assert kept == masters
+
+
+# Runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", *GEOMETRIES])
+def test_every_optimizer_learns(name: str, corpus: Path, tmp_path: Path) -> None:
+    lr = 2.0**-6 if name == "adamw" else 2.0**-3
+    config = small(corpus, optimizer__name=name, optimizer__lr=lr)
+    found = run(config, tmp_path / "run")
+    assert found.status == "finished"
+    assert found.training.steps == list(range(1, 31))
+    assert found.validation.steps == [10, 20, 30]
+    assert found.training.last_mean(5) < found.training.values[0] - 1
+    assert len(found.step_seconds.values) == len(found.optimizer_seconds.values) == 30
+    assert all(
+        0 < part < whole
+        for part, whole in zip(
+            found.optimizer_seconds.values, found.step_seconds.values, strict=True
+        )
+    )
+    assert not (tmp_path / "run" / records.CHECKPOINT).exists()
+
+
+def losses(found: records.Run) -> list[list[float]]:
+    return [found.training.values, found.validation.values]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer__name": "adamw"},
+        {"optimizer__name": "fixed-quotient", "optimizer__momentum": 0.5},
+        {
+            "optimizer__name": "isometry-embedded",
+            "optimizer__momentum": 0.9,
+            "model__weights": "bfloat16",
+            "training__accumulate": 2,
+            "training__clip": 1.0,
+            "training__annealing": "cosine",
+            "training__diagnostics_every": 5,
+        },
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(
+    options: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    config = small(corpus, training__keep_weights=True, **options)
+    whole = run(config, tmp_path / "whole")
+    cut = tmp_path / "cut"
+    script = Path(__file__).with_name("lab_runs.py")
+    command = [sys.executable, str(script), json.dumps(config.as_dict()), str(cut), "20"]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert records.read_run(cut).status == "running"
+    assert (cut / records.CHECKPOINT).exists()
+    resumed = run(config, cut)
+    assert resumed.status == "finished"
+    assert losses(resumed) == losses(whole)
+    assert resumed.diagnostics == whole.diagnostics
+    one, other = (torch.load(tmp_path / f / records.WEIGHTS) for f in ("whole", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_finished_run_is_only_read(corpus: Path, tmp_path: Path) -> None:
+    config = small(corpus, training__steps=10)
+    first = run(config, tmp_path / "run")
+    shown: list[Progress] = []
+    again = train(config, tmp_path / "run", device=CPU, show=shown.append)
+    assert shown == []
+    assert losses(again) == losses(first)
+
+
+def test_seeds_differ_and_repeat(corpus: Path, tmp_path: Path) -> None:
+    found = [
+        losses(run(small(corpus, training__seed=seed, training__steps=10), tmp_path / str(k)))
+        for k, seed in enumerate((0, 0, 1))
+    ]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_divergence_ends_a_run_and_keeps_its_record(corpus: Path, tmp_path: Path) -> None:
+    config = small(corpus, optimizer__other_lr=1e30)
+    found = run(config, tmp_path / "run")
+    assert found.status == "diverged"
+    assert "try a smaller" in found.message
+    assert found.training.steps
+    assert not math.isfinite(found.training.values[-1])
+    assert run(config, tmp_path / "run").status == "diverged"
+
+
+def test_a_failure_is_written_down(corpus: Path, tmp_path: Path) -> None:
+    config = small(corpus, data__source=str(tmp_path / "nowhere"))
+    with pytest.raises((ValueError, FileNotFoundError)):
+        run(config, tmp_path / "run")
+    assert records.read_run(tmp_path / "run").status == "failed"
+
+
+def test_accumulation_is_a_larger_batch(corpus: Path, tmp_path: Path) -> None:
+    """The first loss of two halves is their mean; steps see as many tokens as they say."""
+    config = small(corpus, training__accumulate=2, training__steps=10)
+    found = run(config, tmp_path / "run")
+    assert found.tokens_a_step == 2 * 32 * 2
+    single = run(small(corpus, training__steps=10), tmp_path / "single")
+    assert found.training.values[0] != single.training.values[0]
+    assert found.training.values[0] == pytest.approx(single.training.values[0], rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler, of torch
+def test_compiled_model_is_the_model(corpus: Path, tmp_path: Path) -> None:
+    plain = run(small(corpus, training__steps=10), tmp_path / "plain")
+    compiled = run(small(corpus, training__steps=10, training__compile=True), tmp_path / "compiled")
+    assert compiled.training.values == pytest.approx(plain.training.values, abs=1e-4)
+
+
+def test_tensorboard_gets_the_numbers(corpus: Path, tmp_path: Path) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.tags: dict[str, list[int]] = {}
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            assert math.isfinite(scalar_value)
+            self.tags.setdefault(tag, []).append(global_step)
+
+    writer = Writer()
+    train(small(corpus, training__steps=20), tmp_path / "run", device=CPU, scalars=writer)
+    assert writer.tags["loss/training"] == list(range(1, 21))
+    assert writer.tags["loss/validation"] == [10, 20]
+    assert {"time/tokens_per_second", "time/optimizer_share"} <= set(writer.tags)
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(corpus: Path, tmp_path: Path) -> None:
+    found = run(small(corpus, training__steps=10), tmp_path / "run")
+    metrics = tmp_path / "run" / records.METRICS
+    metrics.write_text(metrics.read_text(encoding="utf-8") + '{"kind": "tra', encoding="utf-8")
+    assert losses(records.read_run(tmp_path / "run")) == losses(found)
