@@ -63,10 +63,9 @@ class IsometryEmbedded(EmbeddedGeometry):
         p, f, _, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy, eye)
         # The rank-r approximation is (U P + γX) N⁻¹ (V + γY F)ᵀ. Multiplying by orthonormal V'ᵀ
         # on the right does not change a polar factor, so two polar factors of tall matrices do.
-        gram = coords.right.own + f.mT @ (yy - _rest(coords.right, g)) @ f
+        gram = _moved_gram(coords.right, g, yy, eye, f)
         v_scale, v_norm = orthonormal_scaling(gram, "polar", spread)
-        inner = p.mT @ coords.left.own @ p + xx - _rest(coords.left, g)
-        gram = v_scale.mT @ inner @ v_scale
+        gram = v_scale.mT @ _moved_gram(coords.left, g, xx, p, eye) @ v_scale
         u_scale, u_norm = orthonormal_scaling(gram, "polar", spread)
         total = v_scale @ u_scale
         new = NewCoefficients(u=p @ total, v=v_scale, x=g * total, y=g * (f @ v_scale))
@@ -114,9 +113,16 @@ def _split(u: Tensor, c: Tensor) -> tuple[Side, Tensor, Tensor]:
     return Side(u, x, None, None, rest, own), overlap, square
 
 
-def _rest(side: Side, g: Tensor) -> Tensor:
-    """What the Gram matrix of γX holds of the span of U."""
-    return (g * side.inner).mT @ (g * side.inner)
+def _moved_gram(side: Side, g: Tensor, square: Tensor, u: Tensor, x: Tensor) -> Tensor:
+    """Gram matrix of U u + γX x, with ``square`` that of γX before U ``inner`` is taken from it.
+
+    Exact whatever UᵀU is: factors reloaded from a lower precision are orthonormal to that alone.
+    """
+    inner = g * side.inner
+    missing = inner - side.own @ inner  # what is left of Uᵀ(X − U inner)
+    cross = u.mT @ missing @ x
+    square = square - inner.mT @ (inner + missing)
+    return u.mT @ side.own @ u + cross + cross.mT + x.mT @ square @ x
 
 
 class IsometryEmbeddedGrid(StiefelGeometry):
