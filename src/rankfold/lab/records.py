@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from ..bench.report import device_name
+
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
 
@@ -61,11 +63,10 @@ class Run:
         return self.config[group][name]
 
 
-def machine() -> dict[str, str]:
+def machine(device: torch.device) -> dict[str, str]:
     """Where a run was made."""
-    cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "device": device_name(device),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -190,22 +190,22 @@ def train(
     ):
         return records.read_run(folder)
     records.write_json(folder / records.CONFIG, {"key": config.key, "config": config.as_dict()})
-    _write_status(folder, "running")
+    _write_status(folder, device, "running")
     try:
         with _deterministic(config.training.deterministic):
             trainer = Trainer(config, corpus or prepare(config.data), device)
             status, message = _run(trainer, folder, show, scalars)
     except Exception as error:
-        _write_status(folder, "failed", f"{type(error).__name__}: {error}")
+        _write_status(folder, device, "failed", f"{type(error).__name__}: {error}")
         raise
-    _write_status(folder, status, message)
+    _write_status(folder, device, status, message)
     if status == "finished":
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
     return records.read_run(folder)
 
 
-def _write_status(folder: Path, status: str, message: str = "") -> None:
-    written = {"status": status, "message": message, "machine": records.machine()}
+def _write_status(folder: Path, device: torch.device, status: str, message: str = "") -> None:
+    written = {"status": status, "message": message, "machine": records.machine(device)}
     records.write_json(folder / records.STATUS, written)
 
 
