@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from rankfold import Factor, Grid, RiemannianSGD, linalg, tall
+from rankfold import Factor, Grid, RiemannianSGD, linalg, polar, tall
 from rankfold.geometries import EVENTS, Pair, base
 from rankfold.geometries.fixed_embedded import FixedEmbedded
 from rankfold.geometries.fixed_quotient import FixedQuotient
@@ -280,7 +280,7 @@ def trust_the_formula() -> Patch:
         for u, vector, _ in coords:
             step = tall.per_member(scale, vector) * vector
             gram = step.mT @ step + linalg.identity_like(step.mT @ step)
-            new.append((u + step) @ linalg._inverse_sqrt(gram, 6))
+            new.append((u + step) @ polar.inverse_sqrt(gram, 6))
         return base.Landing(Pair(*new), None, torch.ones_like(scale, dtype=torch.bool), None)
 
     return mock.patch.object(StiefelGeometry, "retract", retract)

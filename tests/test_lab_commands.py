@@ -201,6 +201,15 @@ def test_train_inspect_report(command: Command, corpus: Path, tmp_path: Path) ->
     assert json.loads(command("report", "runs", "--output", "page", "--json").stdout)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's own
+def test_tensorboard_files_are_written(command: Command, corpus: Path, tmp_path: Path) -> None:
+    made = command("train", *sizes(corpus), "--device", "cpu", "--tensorboard", "--json")
+    assert made.exit_code == 0, made.output
+    events = list(Path(json.loads(made.stdout)["folder"], "tensorboard").iterdir())
+    assert len(events) == 1
+    assert events[0].stat().st_size > 1000
+
+
 def test_a_diverged_run_has_an_exit_code_of_its_own(command: Command, corpus: Path) -> None:
     made = command("train", *sizes(corpus), "--other-lr", "1e30", "--set=optimizer.other_lr=1e30")
     assert made.exit_code == 3
@@ -214,6 +223,7 @@ def test_a_diverged_run_has_an_exit_code_of_its_own(command: Command, corpus: Pa
         (["train", "--optimizer", "sgd"], "one of adamw"),
         (["train", "--set", "steps"], "group.name=value"),
         (["train", "--data", "nowhere.txt"], "nowhere.txt"),
+        (["train", "--device", "abacus"], "'abacus' is no device"),
         (["sweep", "nothing.toml"], "these ship: paper-1-adamw"),
         (["report", "nowhere"], "no folder 'nowhere'"),
         (["report", "."], "there are no runs"),

@@ -42,7 +42,8 @@ def test_options_are_read_from_text_and_keys_follow_them() -> None:
     assert changed.model.rope is True
     assert changed.training.steps == 20
     assert changed.key != start.key
-    assert start.with_options({"training.checkpoint_every": 3}).key == start.key
+    for name, value in (("checkpoint_every", 3), ("keep_weights", True)):
+        assert start.with_options({f"training.{name}": value}).key == start.key
     for name in PRESETS:
         assert from_dict(json.loads(json.dumps(preset(name).as_dict()))) == preset(name)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import linalg, tall
+from rankfold import linalg, polar, tall
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -58,7 +58,7 @@ def test_polar_of_a_bounded_step(dtype: torch.dtype, reach: float) -> None:
     xi = xi - u @ linalg.sym(u.mT @ xi)
     xi = xi * reach / torch.linalg.matrix_norm(xi, ord=2)[:, None, None]
     x = (u + xi).to(dtype)
-    result = x @ linalg.polar_scaling(x.mT @ x, 2 * reach**2 + 0.05)
+    result = x @ polar.polar_scaling(x.mT @ x, 2 * reach**2 + 0.05)
     eps = torch.finfo(dtype).eps
     assert (result - svd_polar(x)).abs().max() < 20 * eps
     gram = result.double().mT @ result.double() - torch.eye(5)
@@ -70,8 +70,8 @@ def test_polar_of_a_bounded_step(dtype: torch.dtype, reach: float) -> None:
 def test_polar_when_nothing_is_known(dtype: torch.dtype, size: float) -> None:
     u = torch.linalg.qr(randn(3, 30, 5, seed=3)).Q
     x = (u + size * randn(3, 30, 5, seed=4) / 30**0.5).to(dtype)
-    rough = x @ linalg.polar_scaling(x.mT @ x, None)
-    result = rough @ linalg.polish_scaling(rough.mT @ rough)
+    rough = x @ polar.polar_scaling(x.mT @ x, None)
+    result = rough @ polar.polish_scaling(rough.mT @ rough)
     eps = torch.finfo(dtype).eps
     gram = result.double().mT @ result.double() - torch.eye(5)
     assert torch.linalg.matrix_norm(gram, ord=2).max() < 10 * eps

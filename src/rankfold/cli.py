@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
 
 from .bench import MOMENTA, PRESETS, Case, check_modes, default_modes, stacked_case
 from .bench import command as bench_command
+from .devices import device_named
 from .geometries import GEOMETRIES
 from .lab.commands import COMMANDS
 
@@ -112,17 +113,10 @@ def bench(
 
 
 def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(f"{name!r} is no device", param_hint="--device") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device here", param_hint="--device")
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{name!r} is neither cpu nor cuda", param_hint="--device")
-    return device
+        return device_named(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from None
 
 
 def _cases(presets: list[str] | None, sizes: dict[str, int]) -> list[Case]:

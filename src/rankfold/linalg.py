@@ -7,19 +7,14 @@ tens to hundreds of times dearer than the products it can be replaced by.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels, tall
 
-# Newton–Schulz steps where nothing is known of the spectrum. The small end of it grows 2.25-fold
-# a step before convergence turns quadratic, so 20 serve a condition number of about 2e5.
-_BLIND_STEPS = 20
-_POLISH_STEPS = 8
 _SIGN_STEPS = 14
-_FLOOR_STEPS = 18
 # Multiples of r·ε by which the diagonal of a Gram matrix is lifted when it fails to factor.
 _LIFTS = (8.0, 8e3)
 _PIVOT_NOISE = 8
@@ -209,67 +204,6 @@ def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tup
     return one, other
 
 
-def newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
-    """Steps until an eigenvalue ``spread`` away from 1 has reached 1 to working precision."""
-    if not 0 <= spread < 1:
-        raise ValueError(f"spread must be in [0, 1), got {spread}")
-    error, steps = max(spread, 1e-4), 0
-    while error > torch.finfo(dtype).eps / 4:
-        error, steps = 0.75 * error**2 + 0.25 * error**3, steps + 1
-    return steps
-
-
-def _inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
-    """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
-    if kernels.serve_small(gram):
-        return kernels.small.inverse_sqrt(gram, steps, scaled=False)
-    three = 3 * identity_like(gram)
-    half_step = (three - gram) / 2
-    root, inverse_root = gram @ half_step, half_step
-    for k in range(1, steps):
-        half_step = (three - inverse_root @ root) / 2
-        inverse_root = half_step @ inverse_root
-        if k + 1 < steps:
-            root = root @ half_step
-    return inverse_root
-
-
-def _scaled_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
-    """The same for any positive eigenvalues: scaled so that [1, row-sum bound] centres on 1."""
-    if kernels.serve_small(gram):
-        return kernels.small.inverse_sqrt(gram, steps, scaled=True)
-    bound = gram.abs().sum(-1).amax(-1)[..., None, None].clamp_min(1)
-    scale = 2 / (1 + bound)
-    return _inverse_sqrt(gram * scale, steps) * scale.sqrt()
-
-
-def polar_scaling(gram: Tensor, spread: float | None) -> Tensor:
-    """The r×r that takes a tall matrix to its polar factor, from its Gram matrix (..., r, r).
-
-    ``spread`` bounds how far the eigenvalues of ``gram`` lie from 1; None when nothing is known,
-    and then the result is orthonormal only roughly, to be finished by `polish_scaling`.
-    """
-    if is_small(spread):
-        return _inverse_sqrt(gram, newton_schulz_steps(spread, gram.dtype))
-    return _scaled_inverse_sqrt(gram, _BLIND_STEPS)
-
-
-def polish_scaling(gram: Tensor) -> Tensor:
-    """The same for a matrix that is nearly orthonormal, but nobody knows how nearly.
-
-    Past the condition number that all these steps serve there is no polar factor to be had: NaN.
-    """
-    scaling = _scaled_inverse_sqrt(gram, _POLISH_STEPS)
-    defect = scaling.mT @ gram @ scaling - identity_like(gram)
-    done = defect.abs().amax((-2, -1), keepdim=True) < torch.finfo(gram.dtype).eps ** 0.5
-    return torch.where(done, scaling, torch.nan)
-
-
-def is_small(spread: float | None) -> TypeGuard[float]:
-    """Whether eigenvalues within ``spread`` of 1 make one pass of an orthonormalization enough."""
-    return spread is not None and spread < 0.9
-
-
 class RankCore(NamedTuple):
     """Best rank-r approximation of ``U core Vᵀ + X Vᵀ + U Yᵀ`` in coefficients, each (..., r, r).
 
@@ -376,21 +310,6 @@ def sylvester(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         a = (scale * a + a_inverse / scale) / 2
         b = (scale * b + b_inverse / scale) / 2
     return c / 2
-
-
-def raise_small_values(x: Tensor, floor: Tensor) -> Tensor:
-    """E such that ``x (I + E)`` has the singular values (σ⁴ + floor⁴)^½ / σ, (..., r, r).
-
-    ``floor`` is (...,). Values far above it stay: they change by (floor/σ)⁴. Values below a tenth
-    of it grow a hundredfold, no more, since the smallest cannot be told from rounding; that keeps
-    the condition of the root below at 1e4, which `_FLOOR_STEPS` serve.
-    """
-    eye = identity_like(x)
-    square = floor.square()[..., None, None]
-    share = square * inverse(x.mT @ x + 1e-2 * square * eye)
-    lift = sym(share @ share)
-    root = (eye + lift) @ _scaled_inverse_sqrt(eye + lift, _FLOOR_STEPS)
-    return lift @ inverse(eye + root)  # √(1 + d) − 1 without cancellation
 
 
 def norm_bound(x: Tensor) -> Tensor:

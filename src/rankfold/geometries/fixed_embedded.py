@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, tall
+from .. import kernels, linalg, polar, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
 from .base import Landing, Pair, StepOptions, flatten_blocks
@@ -183,7 +183,7 @@ def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:
 def _raise(core: Tensor, floor: float) -> Tensor:
     """What lifts the singular values of ``core`` (batch, r, r) above a share of their RMS."""
     typical = linalg.frobenius(core) / core.shape[-1] ** 0.5
-    return core @ linalg.raise_small_values(core, floor * typical)
+    return core @ polar.raise_small_values(core, floor * typical)
 
 
 def _half_share(delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:

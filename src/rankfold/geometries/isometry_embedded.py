@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, tall
+from .. import kernels, linalg, polar, tall
 from ..linalg import skew
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
@@ -55,7 +55,7 @@ class IsometryEmbedded(EmbeddedGeometry):
         self, frame: Pair, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
         spread = _gram_spread(options.reach)
-        if linalg.is_small(spread) and kernels.serve_small(coords.k):
+        if polar.is_small(spread) and kernels.serve_small(coords.k):
             return self._retract_in_one(coords, scale, options)
         g = tall.per_member(scale, coords.k)
         eye = linalg.identity_like(coords.k)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, tall
+from .. import kernels, linalg, polar, tall
 from ..linalg import skew, sym
 from ..tall import Grams, Plus
 from .base import Geometry, Landing, Pair, StepOptions
@@ -154,7 +154,7 @@ class StiefelGeometry(Geometry):
         retraction = options.retraction
         tangent = gram_spread(options.reach)
         fused = coords.left.grams is not None and retraction == "polar"
-        if fused and linalg.is_small(tangent):
+        if fused and polar.is_small(tangent):
             return _land_in_one(coords, scale, options)
         moved = Pair(*(torch.addcmul(s.u, tall.per_member(scale, s.u), s.xi) for s in coords))
         spread = moved_spread(options.reach)
@@ -224,7 +224,7 @@ def orthonormal_scaling(
     if retraction == "qr":
         scaling = linalg.cholesky(gram).inverse.mT
     else:
-        scaling = linalg.polar_scaling(gram, spread)
+        scaling = polar.polar_scaling(gram, spread)
     return scaling, linalg.squared_norm_weighted(scaling, gram).sqrt()
 
 
@@ -236,13 +236,13 @@ def finish(
     Members (batch,) that are not ``alive``, or cannot be made orthonormal, stay where they were;
     returned with the members that did move.
     """
-    if linalg.is_small(spread):
+    if polar.is_small(spread):
         return new, alive
     scalings = []
     for x in new:
         gram = tall.gram(x)
-        polar = retraction != "qr"
-        scaling = linalg.polish_scaling(gram) if polar else linalg.cholesky(gram).inverse.mT
+        triangular = retraction == "qr"
+        scaling = linalg.cholesky(gram).inverse.mT if triangular else polar.polish_scaling(gram)
         alive = alive & scaling.isfinite().flatten(1).all(1)
         scalings.append(scaling)
     moved = (

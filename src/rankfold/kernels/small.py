@@ -364,7 +364,7 @@ def inverse(x: Tensor) -> Tensor:
 def inverse_sqrt(gram: Tensor, steps: int, scaled: bool) -> Tensor:
     """``gram^(-1/2)`` of symmetric (..., r, r) by coupled Newton–Schulz, ``steps`` at least one.
 
-    For eigenvalues in (0, 3); ``scaled`` for any positive ones, as `linalg._scaled_inverse_sqrt`.
+    For eigenvalues in (0, 3); ``scaled`` for any positive ones, as `polar.scaled_inverse_sqrt`.
     """
     flat, out = _flat(gram), _like(gram)
     size = _padded(gram.shape[-1])

@@ -10,24 +10,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
+from ..devices import device_named
 from ..geometries import GEOMETRIES
 from . import records
-from .config import PRESETS, RunConfig, preset
+from .config import GEOMETRY_RATES, PRESETS, RunConfig, preset
 
-_GEOMETRY_RATES = {
-    "tiny": 2.0**-4,
-    "tiny-gqa": 2.0**-4,
-    "paper": 2.0**-8,
-    "paper-mha": 2.0**-8,
-    "paper-gqa": 2.0**-3,
-}
 _DIVERGED = 3  # exit codes: 0 all went well, 1 something failed, 2 wrong usage, 3 a run diverged
 
 Preset = Annotated[str, typer.Option("--preset", help=f"What to start from: {', '.join(PRESETS)}.")]
@@ -86,10 +79,6 @@ def _data_options(
     }
 
 
-def _device(name: str | None) -> str:
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _say(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -141,11 +130,10 @@ def train(
         }
         config = _configured(preset(preset_name), named, sets)
         folder = output / config.key
-        scalars = _summary_writer(folder) if tensorboard else None
+        where = device_named(device)
         with tokenizing_bar() as tokenizing:
             corpus = prepare(config.data, progress=tokenizing)
-        where = torch.device(_device(device))
-        with training_bar(config) as show:
+        with _summary_writer(folder, tensorboard) as scalars, training_bar(config) as show:
             run = training.train(
                 config, folder, device=where, corpus=corpus, show=show, scalars=scalars
             )
@@ -157,12 +145,18 @@ def train(
         raise typer.Exit(_DIVERGED)
 
 
-def _summary_writer(folder: Path) -> Any:
+@contextmanager
+def _summary_writer(folder: Path, wanted: bool) -> Iterator[Any]:
+    """TensorBoard's writer, closed at the end, or None."""
+    if not wanted:
+        yield None
+        return
     try:
         module = importlib.import_module("torch.utils.tensorboard")
     except ModuleNotFoundError:
         raise ValueError("--tensorboard needs it: pip install 'rankfold[lab]'") from None
-    return module.SummaryWriter(folder / "tensorboard")
+    with module.SummaryWriter(folder / "tensorboard") as writer:
+        yield writer
 
 
 def _loss(run: records.Run) -> str:
@@ -209,13 +203,17 @@ def sweep(
         configs = sweeping.read_sweep(_sweep_file(file), extra)
         if dry_run:
             found = sweeping.statuses(configs, output)
-            _say(found) if as_json else typer.echo(_listing(found))
+            if as_json:
+                _say(found)
+            else:
+                typer.echo(_listing(found))
             return
+        _tokenize(configs)
         with sweep_bar(len(configs), quiet=as_json) as done:
             outcomes = sweeping.run_sweep(
                 configs,
                 output,
-                device=_device(device),
+                device=str(device_named(device)),
                 workers=workers,
                 engine=engine,
                 done=done,
@@ -223,6 +221,18 @@ def sweep(
     if as_json:
         _say([dataclasses.asdict(outcome) for outcome in outcomes])
     _leave({outcome.status for outcome in outcomes})
+
+
+def _tokenize(configs: list[RunConfig]) -> None:
+    """Each text once, before several runs need it at the same time."""
+    from .corpus import prepare
+    from .display import tokenizing_bar
+
+    with tokenizing_bar() as tokenizing:
+        for data in dict.fromkeys(config.data for config in configs):
+            # A text that is not there fails the runs that want it, and no other.
+            with suppress(ValueError):
+                prepare(data, progress=tokenizing)
 
 
 def _listing(found: dict[str, str]) -> str:
@@ -279,7 +289,8 @@ def compare(
             for name in optimizer or ("adamw", *GEOMETRIES)
         ]
         configs = [c.with_options({"training.seed": s}) for c in configs for s in range(seeds)]
-        where = _device(device)
+        where = str(device_named(device))
+        _tokenize(configs)
         count = workers or (1 if where.startswith("cuda") else min(os.cpu_count() or 1, 4))
         runs = output / "runs"
         with sweep_bar(len(configs)) as done:
@@ -291,10 +302,10 @@ def compare(
 
 
 def _rates(preset_name: str, optimizer: str) -> dict[str, Any]:
-    """Learning rates to compare at: from a coarse sweep for the small presets, else the paper's."""
+    """The optimizer at the learning rate it is compared at."""
     chosen: dict[str, Any] = {"optimizer.name": optimizer}
     if optimizer in GEOMETRIES:
-        chosen["optimizer.lr"] = _GEOMETRY_RATES[preset_name]
+        chosen["optimizer.lr"] = GEOMETRY_RATES[preset_name]
     return chosen
 
 

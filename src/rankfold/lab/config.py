@@ -63,7 +63,7 @@ class TrainingConfig:
 
 
 # Options that change how a run is carried out and not what comes out of it.
-_NOT_IN_KEY = {("training", "checkpoint_every"), ("training", "keep_weights")}
+WITHOUT_INFLUENCE = {("training", "checkpoint_every"), ("training", "keep_weights")}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RunConfig:
     def key(self) -> str:
         """A name that is the same for the same run, and readable in front."""
         plain = {
-            group: {n: v for n, v in options.items() if (group, n) not in _NOT_IN_KEY}
+            group: {n: v for n, v in options.items() if (group, n) not in WITHOUT_INFLUENCE}
             for group, options in self.as_dict().items()
         }
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:10]
@@ -197,6 +197,15 @@ PRESETS: dict[str, RunConfig] = {
     "paper": _paper("paper-mha"),
     "paper-mha": _paper("paper-mha"),
     "paper-gqa": _paper("paper-gqa"),
+}
+
+# A geometry's learning rate there: from a coarse sweep for the small ones, else the paper's.
+GEOMETRY_RATES = {
+    "tiny": 2.0**-4,
+    "tiny-gqa": 2.0**-4,
+    "paper": 2.0**-8,
+    "paper-mha": 2.0**-8,
+    "paper-gqa": 2.0**-3,
 }
 
 

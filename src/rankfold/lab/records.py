@@ -75,8 +75,12 @@ def machine(device: torch.device) -> dict[str, str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Atomically: a reader sees the old file or the new one."""
+    _write(path, json.dumps(value, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -87,10 +91,7 @@ class Recorder:
         self.path = folder / METRICS
         if step and self.path.exists():
             kept = [line for line in _lines(self.path) if line["step"] <= step]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path)
+            _write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         else:
             self.path.write_text("", encoding="utf-8")
         self._file = self.path.open("a", encoding="utf-8")
@@ -119,13 +120,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 return  # a line cut off by a kill; nothing after it counts
 
 
+def _status(folder: Path) -> dict[str, Any]:
+    path = folder / STATUS
+    if not path.exists():  # killed between its first two files
+        return {"status": "running", "message": "", "machine": {}}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def status_of(folder: Path) -> str:
+    """Where the run of a folder stands, "new" if there is none."""
+    return str(_status(folder)["status"]) if (folder / CONFIG).exists() else "new"
+
+
 def read_run(folder: Path) -> Run:
     """The run of a folder; raises FileNotFoundError if there is none."""
     written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    status_file, metrics = folder / STATUS, folder / METRICS
-    status: dict[str, Any] = {"status": "running", "message": "", "machine": {}}
-    if status_file.exists():
-        status = json.loads(status_file.read_text(encoding="utf-8"))
+    status, metrics = _status(folder), folder / METRICS
     curves: dict[str, Curve] = {
         name: Curve() for name in ("train", "validation", "seconds", "optimizer_seconds")
     }

@@ -15,12 +15,13 @@ from functools import cache, cached_property
 from statistics import median
 from typing import Any
 
+from .config import WITHOUT_INFLUENCE
 from .records import Curve, Run
 
 ADAMW = "adamw"
 LAST_VALIDATIONS = 5
 _CONFIDENCE = 0.95
-_NOT_OF_A_SETTING = {("training", "seed"), ("training", "checkpoint_every")}
+_NOT_OF_A_SETTING = {("training", "seed"), *WITHOUT_INFLUENCE}
 
 # Numbers -----------------------------------------------------------------------------------------
 

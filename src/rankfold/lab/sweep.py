@@ -153,9 +153,4 @@ def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -
 
 def statuses(configs: Iterable[RunConfig], root: Path) -> dict[str, str]:
     """Where each run of a sweep stands: "new" or its status."""
-    found = {}
-    for config in configs:
-        folder = root / config.key
-        there = (folder / records.CONFIG).exists()
-        found[config.key] = records.read_run(folder).status if there else "new"
-    return found
+    return {config.key: records.status_of(root / config.key) for config in configs}

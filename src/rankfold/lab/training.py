@@ -184,10 +184,7 @@ def train(
     is raised, after the status "failed" is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / records.CONFIG).exists() and records.read_run(folder).status in (
-        "finished",
-        "diverged",
-    ):
+    if records.status_of(folder) in ("finished", "diverged"):
         return records.read_run(folder)
     records.write_json(folder / records.CONFIG, {"key": config.key, "config": config.as_dict()})
     _write_status(folder, device, "running")
