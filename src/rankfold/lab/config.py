@@ -43,8 +43,9 @@ class TrainingConfig:
     """How long and how: ``clip`` bounds the gradient's norm, 0 does not.
 
     Learning rates rise linearly over ``warmup`` steps and, with an annealing, fall to zero at the
-    end. Validation takes the next ``validation_batches`` of a fixed cycle. ``keep_weights`` leaves
-    the trained weights in the run's folder.
+    end. Validation takes the next ``validation_batches`` of a fixed cycle. ``graph`` records a step
+    into CUDA graphs, which take the host out of it. ``keep_weights`` leaves the trained weights in
+    the run's folder.
     """
 
     steps: int = 1000
@@ -58,6 +59,7 @@ class TrainingConfig:
     checkpoint_every: int = 500
     seed: int = 0
     compile: bool = False
+    graph: bool = False
     deterministic: bool = False
     keep_weights: bool = False
 
@@ -165,6 +167,11 @@ def _check(config: RunConfig) -> None:
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")
+    if training.graph and training.diagnostics_every:
+        raise ValueError(
+            "a CUDA graph measures nothing on the way: set training.diagnostics_every to 0 or "
+            "training.graph to false"
+        )
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

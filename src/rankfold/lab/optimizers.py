@@ -6,15 +6,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
+from ..geometries import is_isometry
+from ..geometries.base import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from .config import OptimizerConfig
 from .model import Decoder
 
 
 class Stepper(Protocol):
-    """What the training loop needs of an optimizer."""
+    """What the training loop needs of an optimizer.
+
+    One that is ``capturable`` can be recorded into a CUDA graph.
+    """
+
+    capturable: bool
 
     def step(self) -> None:
         """Update the weights from their gradients."""
@@ -37,15 +44,27 @@ class WideAdamW:
     """
 
     def __init__(
-        self, params: list[nn.Parameter], lr: float, weight_decay: float, masters: bool
+        self,
+        params: list[nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        masters: bool,
+        capturable: bool = False,
     ) -> None:
+        self.capturable = capturable
         self.params: list[Tensor] = list(params)
         self.masters = masters
         self.narrow = any(p.dtype != torch.float32 for p in params)
         self.wide: list[Tensor] = list(params)
         if self.narrow:
             self.wide = [p.detach().float() for p in params]
-        self.inner = AdamW(self.wide, lr=lr, weight_decay=weight_decay, fused=True)
+        self.inner = AdamW(
+            self.wide,
+            lr=_rate(lr, self.wide[0], capturable),
+            weight_decay=weight_decay,
+            fused=True,
+            capturable=capturable,
+        )
 
     @torch.no_grad()
     def step(self) -> None:
@@ -61,8 +80,7 @@ class WideAdamW:
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
-        for group in self.inner.param_groups:
-            group["lr"] = lr
+        _set_rate(self.inner, lr)
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's own, and the masters."""
@@ -78,31 +96,38 @@ class WideAdamW:
 
 
 class Riemannian:
-    """rankfold's optimizer on the grids of a model."""
+    """rankfold's optimizer on the grids of a model.
 
-    def __init__(self, model: Decoder, config: OptimizerConfig) -> None:
+    Isometries take longer normalized steps than a graph can, so those are not capturable.
+    """
+
+    def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
+        bounded = is_isometry(config.name) and config.normalize != "none"
+        self.capturable = graph and not (bounded and config.lr > LONGEST_CAPTURED)
         self.inner = RiemannianSGD(
             model.grids(),
-            config.lr,
+            _rate(config.lr, model.embedding.weight, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
+            capturable=self.capturable,
         )
 
+    @torch.no_grad()
     def step(self) -> None:
         """Update the weights from their gradients."""
         self.inner.step()
-        if not self.masters:
-            for state in self.inner.state.values():
-                state.pop("master", None)
+        if not self.masters:  # the next step begins at the rounded weights
+            for param, state in self.inner.state.items():
+                if "master" in state:
+                    state["master"].copy_(param)
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""
-        for group in self.inner.param_groups:
-            group["lr"] = lr
+        _set_rate(self.inner, lr)
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and masters."""
@@ -113,14 +138,33 @@ class Riemannian:
         self.inner.load_state_dict(state)
 
 
-def build(model: Decoder, config: OptimizerConfig) -> tuple[Stepper | None, WideAdamW]:
-    """The optimizer of the attention weights, None if they are frozen, and that of all others."""
+def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
+    """What a graph reads at every replay must be on its device."""
+    return torch.tensor(lr, device=beside.device) if capturable else lr
+
+
+def _set_rate(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def build(
+    model: Decoder, config: OptimizerConfig, graph: bool = False
+) -> tuple[Stepper | None, WideAdamW]:
+    """The optimizer of the attention weights, None if they are frozen, and that of all others.
+
+    With ``graph`` they are made to be recorded into CUDA graphs, where they can be.
+    """
     attention, others = model.attention_parameters(), model.other_parameters()
-    rest = WideAdamW(others, config.other_lr, config.weight_decay, config.masters)
+    decay, masters = config.weight_decay, config.masters
+    rest = WideAdamW(others, config.other_lr, decay, masters, graph)
     if config.name == "frozen":
         for param in attention:
             param.requires_grad_(False)
         return None, rest
     if config.name == "adamw":
-        return WideAdamW(attention, config.lr, config.weight_decay, config.masters), rest
-    return Riemannian(model, config), rest
+        return WideAdamW(attention, config.lr, decay, masters, graph), rest
+    return Riemannian(model, config, graph), rest

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..diagnostics import log_to
-from . import optimizers, records
+from . import graphs, optimizers, records
 from .config import RunConfig, TrainingConfig
 from .corpus import Corpus, prepare
 from .loader import Loader, ValidationCycle
@@ -91,9 +91,13 @@ class Trainer:
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
         self.config, self.device = config, device
-        seed = config.training.seed
+        seed, graph = config.training.seed, config.training.graph
+        if graph and device.type != "cuda":
+            raise ValueError(
+                f"training.graph needs a CUDA device, and this run is on {device.type}"
+            )
         self.model = Decoder(config.model, corpus.vocabulary, seed=seed, device=device)
-        self.attention, self.others = optimizers.build(self.model, config.optimizer)
+        self.attention, self.others = optimizers.build(self.model, config.optimizer, graph)
         self.loader = Loader(corpus.training, config.data, corpus.end_of_text, seed)
         self.cycle = ValidationCycle(corpus.validation, config.data, corpus.end_of_text)
         self.step = self.validations = 0
@@ -101,42 +105,74 @@ class Trainer:
         self.loss: Callable[[Tensor], Tensor] = (
             torch.compile(self.model) if compiled else self.model
         )
+        # A step's batches stay in one place, from where a graph can read them.
+        shape = (config.training.accumulate, config.data.batch, config.data.context)
+        self.batches = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._differentiate: Callable[[], Tensor | None] = self._gradients
+        self._evaluate: Callable[[], Tensor | None] = self._validation_loss
+        self._update: Callable[[], object] = self._optimize
+        if graph:
+            self._differentiate = graphs.Captured(self._gradients, device)
+            self._evaluate = graphs.Captured(self._validation_loss, device)
+            if self.attention is not None and self.attention.capturable:
+                both = graphs.beside(self.attention.step, self.others.step, device)
+                self._update = graphs.Captured(both, device)
 
-    def tokens(self, batch: np.ndarray) -> Tensor:
-        """A batch on the device, (batch, context)."""
-        return torch.from_numpy(batch).to(self.device)
+    def _take(self, batch: np.ndarray, place: int = 0) -> None:
+        tokens = torch.from_numpy(batch)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        self.batches[place].copy_(tokens, non_blocking=True)
 
     def advance(self, clock: _Clock) -> Tensor:
         """One training step; returns its loss, a 0-dim tensor on the device."""
-        training = self.config.training
         clock.mark()
-        factor = rate_factor(self.step, training)
-        total = torch.zeros((), device=self.device)
-        self.model.zero_grad(set_to_none=True)
-        for _ in range(training.accumulate):
-            loss = self.loss(self.tokens(self.loader.next())) / training.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        if training.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
+        for place in range(len(self.batches)):
+            self._take(self.loader.next(), place)
+        loss = self._differentiate()
+        assert loss is not None
         clock.mark()
+        factor = rate_factor(self.step, self.config.training)
         if self.attention is not None:
             self.attention.set_lr(self.config.optimizer.lr * factor)
-            self.attention.step()
         self.others.set_lr(self.config.optimizer.other_lr * factor)
-        self.others.step()
+        self._update()
         clock.mark()
         self.step += 1
+        return loss
+
+    def _gradients(self) -> Tensor:
+        """Of the mean loss of the batches, which is returned."""
+        total = torch.zeros((), device=self.device)
+        self.model.zero_grad(set_to_none=True)
+        for tokens in self.batches.unbind():
+            loss = self.loss(tokens) / len(self.batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if self.config.training.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
         return total
 
-    @torch.no_grad()
+    def _optimize(self) -> None:
+        if self.attention is not None:
+            self.attention.step()
+        self.others.step()
+
     def validate(self) -> float:
         """Mean loss over the next batches of the fixed cycle."""
         count = self.config.training.validation_batches
-        first = self.validations * count
+        losses = []
+        for number in range(self.validations * count, (self.validations + 1) * count):
+            self._take(self.cycle.batch(number))
+            loss = self._evaluate()
+            assert loss is not None
+            losses.append(loss)
         self.validations += 1
-        losses = [self.loss(self.tokens(self.cycle.batch(first + k))) for k in range(count)]
         return float(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def _validation_loss(self) -> Tensor:
+        return self.loss(self.batches[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the rest of the run depends on."""
