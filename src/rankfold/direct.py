@@ -95,6 +95,7 @@ class Side:
         self._layouts: dict[tuple[object, ...], Tensor] = {}
         self._made: dict[str, _Made] = {}
         self._spare: dict[str, Tensor] = {}
+        self._superseded: list[_Made] = []
 
     @property
     def rounded(self) -> bool:
@@ -115,6 +116,12 @@ class Side:
         made = self._made.get(kind)
         # A table made for a graph is filled by the graph, and holds nothing until that runs.
         if made is None or made.key != key or made.in_graph:
+            # Page-locked memory let go of while a graph is captured would be marked with an event
+            # of the capture, and torch would stumble over that when it next looks at its events.
+            if not capturing:
+                self._superseded.clear()
+            elif made is not None:
+                self._superseded.append(made)
             made = self._made[kind] = self._make(kind, key, tensors, capturing)
         if capturing:
             _recorded[id(made.host)] = (made.host, made.table.entries)

@@ -17,6 +17,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # embedding is only 1/(3·vocabulary), so a larger epsilon would keep it from being normalized.
 _NORM_EPSILON = 2.0**-23
 _ROPE_BASE = 10000.0
+_NO_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,10 @@ class Decoder(nn.Module):
                 f"give samples of 2 or more tokens, got {tokens.shape[1]}: the first is given, "
                 "not predicted"
             )
-        predicted = self.logits(tokens)[:, :-1].flatten(0, 1).float()
-        return F.cross_entropy(predicted, tokens[:, 1:].flatten())
+        # Marked, and not cut off, which would copy the logits: the largest tensor of a step.
+        targets = F.pad(tokens[:, 1:], (0, 1), value=_NO_TARGET)
+        predicted = self.logits(tokens).flatten(0, 1).float()
+        return F.cross_entropy(predicted, targets.flatten(), ignore_index=_NO_TARGET)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(batch, tokens) int64 to (batch, tokens, vocabulary), in the type of the weights."""
