@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from ..lab.graphs import beside
 from ..lab.model import Decoder, ModelConfig
 from .cases import AttentionCase, Problem
 from .contenders import adamw, riemannian
-from .timing import measure
+from .timing import Step, measure
 
 # A repeat lasts for a few steps of a large model, so that few repeats settle the median.
 _BUDGET = 15.0
@@ -55,6 +56,19 @@ def _optimizers(
     return [riemannian(problem, geometry, momentum, mode), adamw(others, mode, device)]
 
 
+def _update(steps: list[Step], device: torch.device, mode: str) -> Step:
+    """All steps: side by side in a graph, which is not kept waiting by the host."""
+    if mode == "graph" and len(steps) == 2:
+        first, second = steps
+        return beside(first, second, device)
+
+    def each() -> None:
+        for step in steps:
+            step()
+
+    return each
+
+
 def _time(
     case: AttentionCase,
     start: Decoder,
@@ -66,14 +80,14 @@ def _time(
 ) -> tuple[float, int]:
     model = copy.deepcopy(start)
     optimizers = _optimizers(model, device, geometry, momentum, mode)
+    update = _update([optimizer.step for optimizer in optimizers], device, mode)
     generator = torch.Generator(device).manual_seed(1)
     tokens = torch.randint(case.vocabulary, case.tokens, generator=generator, device=device)
 
     def step() -> None:
         model.zero_grad()
         model(tokens).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        update()
 
     timing = measure(step, mode, device, reset=lambda: None, repeats=repeats, budget=_BUDGET)
     return timing.ms, timing.peak_bytes
@@ -92,7 +106,7 @@ def time_whole_steps(
     """Each geometry on the attention weights against AdamW everywhere.
 
     In modes eager and graph: in a graph are the forward pass, the backward pass and both
-    optimizers.
+    optimizers, these on two streams.
     """
     plan: list[tuple[str, str | None, float]] = []
     chosen, rates = list(geometries), list(momenta)
