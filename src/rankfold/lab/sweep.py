@@ -118,7 +118,8 @@ def _in_processes(
     if workers == 1:
         yield from (run_one(config, root, device) for config in configs)
         return
-    threads = max(1, torch.get_num_threads() // workers) if device == "cpu" else None
+    # On a GPU too: models are built on the CPU, where threads that outnumber the cores crawl.
+    threads = max(1, torch.get_num_threads() // workers)
     # A fresh interpreter each: a forked one cannot use CUDA.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting: dict[Future[Outcome], RunConfig] = {

@@ -24,6 +24,7 @@ from .model import Decoder
 
 # Losses and times are read from the device this often: each reading waits for it.
 _READ_EVERY = 10
+_MOST_COMPILED = 64
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,12 @@ class Trainer:
         self.loader = Loader(corpus.training, config.data, corpus.end_of_text, seed)
         self.cycle = ValidationCycle(corpus.validation, config.data, corpus.end_of_text)
         self.step = self.validations = 0
-        compiled = config.training.compile
-        self.loss: Callable[[Tensor], Tensor] = (
-            torch.compile(self.model) if compiled else self.model
-        )
+        self.loss: Callable[[Tensor], Tensor] = self.model
+        if config.training.compile:
+            # The runs of a sweep share what is compiled: two versions, with and without
+            # gradients, for every kind of model.
+            torch._dynamo.config.recompile_limit = _MOST_COMPILED
+            self.loss = torch.compile(self.model)
         # A step's batches stay in one place, from where a graph can read them.
         shape = (config.training.accumulate, config.data.batch, config.data.context)
         self.batches = torch.zeros(shape, dtype=torch.int64, device=device)
