@@ -241,6 +241,10 @@ def test_runs_that_did_not_finish_are_shown_and_not_averaged(tmp_path: Path) -> 
     for name, status in (("fixed-embedded", "diverged"), ("frozen", "diverged")):
         assert (rows[name]["status"], rows[name]["loss"], rows[name]["best"]) == (status, "", "0")
     assert list(read(tmp_path / "report/tables/mha_valid.csv")[0]) == ["step", "adamw"]
+    each = {(r["optimizer.name"], r["seed"]): r for r in read(tmp_path / "report/tables/runs.csv")}
+    assert len(each) == 6
+    assert float(each["adamw", "1"]["loss"]) == pytest.approx(40.0)
+    assert each["fixed-embedded", "1"]["status"] == "diverged"
     page = text_of(tmp_path / "report")
     for words in ("diverged (1 of 2 seeds)", "went off", "1 running", "&lt;b&gt;no &amp; such"):
         assert words in page

@@ -16,7 +16,17 @@ from jinja2 import Environment, StrictUndefined
 from . import figures
 from .figures import Picture, in_order, label, rate, write_figures
 from .records import Curve, Run
-from .statistics import LAST_VALIDATIONS, Band, Setting, Study, band, differing, studies_of
+from .statistics import (
+    LAST_VALIDATIONS,
+    Band,
+    Setting,
+    Study,
+    band,
+    differing,
+    final_loss,
+    flat_options,
+    studies_of,
+)
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _STATUSES = ("finished", "running", "diverged", "failed")
@@ -65,7 +75,7 @@ def write_report(runs: list[Run], output: Path, title: str = "rankfold report") 
     studies = studies_of(runs)
     output.mkdir(parents=True, exist_ok=True)
     sections = _draw_sections(studies, output / "figures")
-    tables = _write_tables(studies, output / "tables")
+    tables = _write_tables(runs, studies, output / "tables")
     page = output / "index.html"
     page.write_text(_page(title, runs, studies, sections), encoding="utf-8")
     drawn = [path for _, _, pictures in sections for p in pictures for path in p.paths]
@@ -261,7 +271,7 @@ def _draw_sections(studies: Sequence[Study], folder: Path) -> list[tuple[str, st
 # Tables ------------------------------------------------------------------------------------------
 
 
-def _write_tables(studies: Sequence[Study], folder: Path) -> list[Path]:
+def _write_tables(runs: Sequence[Run], studies: Sequence[Study], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     kinds = (("train", figures.training_curve), ("valid", figures.validation_curve))
     paths = []
@@ -270,9 +280,11 @@ def _write_tables(studies: Sequence[Study], folder: Path) -> list[Path]:
             if study.best:
                 paths.append(folder / f"{study.name}_{word}.csv")
                 _write_csv(paths[-1], _curve_lines(study, which))
-    summary = folder / "summary.csv"
-    _write_csv(summary, _summary_lines(studies))
-    return [*paths, summary]
+    whole = {"summary": _summary_lines(studies), "runs": _run_lines(runs)}
+    for name, lines in whole.items():
+        paths.append(folder / f"{name}.csv")
+        _write_csv(paths[-1], lines)
+    return paths
 
 
 def _write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
@@ -318,3 +330,16 @@ def _summary_lines(studies: Sequence[Study]) -> Iterator[list[Any]]:
                 *(len(setting.runs), len(setting.losses), loss, spread),
                 *(paired.count if paired else "", *rest),
             ]
+
+
+def _run_lines(runs: Sequence[Run]) -> Iterator[list[Any]]:
+    """One run a line: what tells it apart, and what came out."""
+    options = [flat_options(run) for run in runs]
+    names = differing(options)
+    yield ["run", *names, "seed", "status", "steps", "training_loss", "loss"]
+    for run, chosen in zip(runs, options, strict=True):
+        trained = run.training.values
+        yield [
+            *(run.key, *(chosen.get(name, "") for name in names), run.config["training"]["seed"]),
+            *(run.status, len(trained), trained[-1] if trained else "", final_loss(run)),
+        ]

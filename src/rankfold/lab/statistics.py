@@ -172,7 +172,7 @@ class Setting:
         return {
             seed: run
             for seed, run in self.runs.items()
-            if run.status == "finished" and math.isfinite(_final_loss(run))
+            if run.status == "finished" and math.isfinite(final_loss(run))
         }
 
     @cached_property
@@ -195,7 +195,7 @@ class Setting:
         """Mean of the last validations, by seed."""
         if self.status != "finished":
             return {}
-        return {seed: _final_loss(run) for seed, run in self.finished.items()}
+        return {seed: final_loss(run) for seed, run in self.finished.items()}
 
     @property
     def loss(self) -> float:
@@ -233,7 +233,8 @@ class Setting:
         return median(values) if values else math.nan
 
 
-def _final_loss(run: Run) -> float:
+def final_loss(run: Run) -> float:
+    """The mean of the last validations."""
     return run.validation.last_mean(LAST_VALIDATIONS)
 
 
