@@ -16,7 +16,7 @@ import pytest
 
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import statistics as st
-from rankfold.lab.figures import rate
+from rankfold.lab.figures import rate, rate_figures
 from rankfold.lab.records import CONFIG, STATUS, Curve, Recorder, Run, read_runs, write_json
 from rankfold.lab.report import write_report
 
@@ -178,6 +178,17 @@ def test_curves_are_thinned_subtracted_and_averaged_where_they_meet() -> None:
     assert st.difference(sparse, other) == Curve([100, 150], [-2.0, -2.0])
     assert st.band([sparse, other]).steps == [100, 150]
     assert st.band([sparse, other]).means == [3.0, 4.0]
+
+
+def test_one_bad_rate_does_not_flatten_the_others(tmp_path: Path) -> None:
+    for lr, loss in ((-12, 6.2), (-10, 6.1), (-8, 6.3), (-6, 4000.0)):
+        fake_run(tmp_path / "runs", "adamw", 0, loss, lr=2.0**lr)
+    (study,) = st.studies_of(read_runs(tmp_path / "runs"))
+    ((_, caption, figure),) = rate_figures(study)
+    assert "beyond it" in caption
+    low, high = figure.axes[0].get_ylim()
+    assert 6.0 < low < 6.1
+    assert 6.3 < high < 6.7
 
 
 def test_learning_rates_are_powers_of_two_where_they_are() -> None:

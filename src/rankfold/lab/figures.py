@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.markers import CARETUP
 
 from .records import Curve, Run
 from .statistics import ADAMW, Band, Setting, Study, band, difference, thinned
@@ -20,6 +22,9 @@ from .statistics import ADAMW, Band, Setting, Study, band, difference, thinned
 TRAINING_EVERY = 20
 _RELATIVE_LIMIT = 0.4
 _OUTSIDE = 0.05  # the share of a curve that may lie beyond it
+# Final losses are told apart up to so many times the median's distance from the best, and in
+# nats at least.
+_WINDOW, _LEAST_WINDOW, _MARGIN = 3.0, 0.2, 0.08
 _STYLES: dict[str, tuple[str, str]] = {
     ADAMW: ("#000000", "-"),
     "fixed-embedded": ("#0000ff", "-"),
@@ -200,14 +205,30 @@ def rate_figures(study: Study) -> Iterator[Drawn]:
     if any(len(points) > 1 for points in lines.values()):
         caption = f"{study.label}: final validation loss against the learning rate, mean over seeds"
         caption += " ± one standard deviation; at each point the best of all other options."
-        yield f"{study.name}_rates", caption, _rate_figure(lines)
+        figure, cut_off = _rate_figure(lines)
+        caption += " Triangles at the upper edge stand for losses beyond it." if cut_off else ""
+        yield f"{study.name}_rates", caption, figure
     grid = [s for s in study.settings if s.optimizer == ADAMW]
     if len({s.any_run.option("optimizer.other_lr") for s in grid}) > 1:
         caption = f"{study.label}, AdamW: final validation loss on the grid of learning rates."
         yield f"{study.name}_adamw_grid", caption, _heat_map(grid)
 
 
-def _rate_figure(lines: dict[tuple[str, float, str], dict[float, Setting]]) -> Figure:
+def _ceiling(losses: Iterable[float]) -> float:
+    """How far up losses are told apart: a rate that is far too high shall not flatten the rest."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return math.inf
+    best = min(finite)
+    return best + max(_LEAST_WINDOW, _WINDOW * (statistics.median(finite) - best))
+
+
+def _rate_figure(
+    lines: dict[tuple[str, float, str], dict[float, Setting]],
+) -> tuple[Figure, bool]:
+    """The figure, and whether points are cut off."""
+    losses = [setting.loss for points in lines.values() for setting in points.values()]
+    ceiling = _ceiling(losses)
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
     # AdamW has its own momentum and knows no normalization.
@@ -215,12 +236,12 @@ def _rate_figure(lines: dict[tuple[str, float, str], dict[float, Setting]]) -> F
     momenta = sorted({momentum for _, momentum, _ in free})
     for key in sorted(lines):
         name, momentum, normalize = key
-        points = sorted(lines[key].items())
+        points, colour = sorted(lines[key].items()), _STYLES.get(name, _OTHER_STYLE)[0]
         axis.errorbar(
             [x for x, _ in points],
             [s.loss for _, s in points],
-            yerr=[s.spread if math.isfinite(s.spread) else 0.0 for _, s in points],
-            color=_STYLES.get(name, _OTHER_STYLE)[0],
+            yerr=[_shown_spread(s, ceiling) for _, s in points],
+            color=colour,
             linestyle=_DASHES.get(normalize, ":") if key in free else "-",
             marker=_MARKERS[momenta.index(momentum) % len(_MARKERS)] if key in free else ".",
             markersize=5,
@@ -228,6 +249,11 @@ def _rate_figure(lines: dict[tuple[str, float, str], dict[float, Setting]]) -> F
             elinewidth=0.8,
             capsize=2,
         )
+        above = [x for x, setting in points if setting.loss > ceiling]
+        axis.plot(above, [ceiling] * len(above), ls="", marker=CARETUP, color=colour, ms=8)
+    if any(loss > ceiling for loss in losses):
+        floor = min(loss for loss in losses if math.isfinite(loss))
+        axis.set_ylim(floor - _MARGIN * (ceiling - floor), ceiling)
     rates = sorted({x for points in lines.values() for x in points})
     axis.set_xscale("log", base=2)
     axis.set_xticks(rates, [rate(x) for x in rates])
@@ -240,7 +266,12 @@ def _rate_figure(lines: dict[tuple[str, float, str], dict[float, Setting]]) -> F
     ]
     handles += _keys_of_styles(momenta, sorted({normalize for _, _, normalize in free}))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return figure
+    return figure, any(loss > ceiling for loss in losses)
+
+
+def _shown_spread(setting: Setting, ceiling: float) -> float:
+    shown = math.isfinite(setting.spread) and setting.loss <= ceiling
+    return setting.spread if shown else 0.0
 
 
 def _keys_of_styles(momenta: Sequence[float], normalizations: Sequence[str]) -> list[Line2D]:
@@ -269,7 +300,7 @@ def _heat_map(settings: Sequence[Setting]) -> Figure:
     finite = [v for row in losses for v in row if math.isfinite(v)]
     figure = Figure(figsize=(8, 1.2 + 0.5 * len(down)), layout="constrained")
     axis = figure.subplots()
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    low, high = min(finite, default=0.0), min(max(finite, default=1.0), _ceiling(finite))
     mesh = axis.pcolormesh(losses, cmap="viridis_r", vmin=low, vmax=high, ec="white", lw=1)
     for (y, x), setting in cells.items():
         value = setting.loss
