@@ -135,7 +135,7 @@ def test_arguments_need_not_be_contiguous() -> None:
 
 @in_kernels
 @pytest.mark.parametrize("r", [1, 3, 16, 20, *([64] if CUDA else [])])
-def test_landing_and_corrections(r: int) -> None:
+def test_landing(r: int) -> None:
     u = torch.linalg.qr(randn(3, 2, max(2 * r, 8), r, seed=7)).Q
     x = randn(*u.shape, seed=8)
     x = 0.3 * x / torch.linalg.matrix_norm(x, ord=2)[..., None, None]
@@ -150,6 +150,11 @@ def test_landing_and_corrections(r: int) -> None:
         wide + scale.double()[:, None, None, None] * tangent, full_matrices=False
     )
     assert (new - left @ right).abs().max() < 16 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("r", [1, 3, 16, 20, 70, *([64, 128] if CUDA else [])])
+def test_corrections(r: int) -> None:
     left, right = randn(3, 2, r, r, seed=9), randn(3, 1, r, r, seed=10)
     weights = stiefel.Correction(0.3, -0.2, 0.5, 0.7), stiefel.Correction(1.0, 0.4, -0.5, 0.9)
     made = kernels.stiefel.corrections(left, right, *weights)

@@ -199,7 +199,7 @@ def _land_in_one(coords: StiefelTangent, scale: Tensor, options: StepOptions) ->
 
 
 def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
-    if kernels.serve_small(overlap.left, overlap.right):
+    if kernels.serve(overlap.left, overlap.right):
         return Pair(*kernels.stiefel.corrections(*overlap, left, right))
     skews = [skew(x) for x in overlap]
     totals = [x.sum(1, keepdim=True) for x in skews]
