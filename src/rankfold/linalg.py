@@ -246,12 +246,14 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         error = tall.add_product(identity_like(core), core, guess, alpha=-1.0)
         guess = tall.add_product(guess, guess, error)
     left_inverse = inverse(core, guess)
-    right = left_inverse.mT
+    right, pulled = left_inverse.mT, torch.zeros_like(core)
     for _ in range(iterations):
-        previous, right = right, inverse(core.mT + xx @ left_inverse, right)
-        left = core + yy @ right
+        previous, right = right, inverse(tall.add_product(core.mT, xx, left_inverse), right)
+        before, pulled = pulled, yy @ right
+        left = core + pulled
         left_inverse = inverse(left, left_inverse)
-        moved.append(squared_norm_weighted(right - previous, yy).sqrt())
+        # How far Y right moved; the first of these means nothing, and the last two count.
+        moved.append(((right - previous) * (pulled - before)).sum((-2, -1)).clamp_min(0).sqrt())
     return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
 
 
