@@ -117,6 +117,7 @@ def test_combinations(shape: tuple[int, int, int]) -> None:
     assert torch.equal(stepped[1], case.a[1])
     wide = a + scale.double()[:, None, None, None] * t
     assert error(stepped[::2], wide[::2]) < 4 * EPS
+    assert torch.equal(kernels.tall.step(case.a, case.t, scale)[::2], stepped[::2])
     assert torch.equal(kernels.tall.restore(stepped, case.t, alive)[::2], stepped[::2])
     assert torch.equal(stepped[1].nan_to_num(), case.t[1].nan_to_num())
     moved = combine(case.a, case.c, case.t, case.d, add_a=True, alive=alive)

@@ -117,11 +117,12 @@ def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tenso
     return choose(alive, add_product(add_product(a, a, c_a), t, c_t), a)
 
 
-def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
+def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
     """``a + scale t`` with a ``scale`` (batch,), and ``a`` itself for members not ``alive``."""
     if kernels.serve(a, t):
         return kernels.tall.step(a, t, scale, alive)
-    return choose(alive, torch.addcmul(a, per_member(scale, t), t), a)
+    moved = torch.addcmul(a, per_member(scale, t), t)
+    return moved if alive is None else choose(alive, moved, a)
 
 
 def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class StiefelGeometry(Geometry):
         fused = coords.left.grams is not None and retraction == "polar"
         if fused and polar.is_small(tangent):
             return _land_in_one(coords, scale, options)
-        moved = Pair(*(torch.addcmul(s.u, tall.per_member(scale, s.u), s.xi) for s in coords))
+        moved = Pair(*(tall.step(s.u, s.xi, scale) for s in coords))
         spread = moved_spread(options.reach)
         columns = [orthonormal_scaling(tall.gram(x), retraction, spread) for x in moved]
         alive = _within([norm for _, norm in columns], options.largest)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .refine import launch, roots, tile
+from .sizes import padded
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def corrections(
     left, right = left.contiguous(), right.contiguous()
     made = torch.empty_like(left), torch.empty_like(right)
     batch, i, r, _ = left.shape
-    size = max(16, int(triton.next_power_of_2(r)))
+    size = padded(r)
     # Some matrices at once in registers: those of more threads where they are larger.
     _corrections_kernel[(batch,)](
         left, right, *made, i, right.shape[1], r, *left_weights, *right_weights,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .refine import PRECISION, overlap
+from .sizes import padded, parts
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
 
@@ -152,14 +153,19 @@ def _combine_kernel(
 
 
 @triton.jit
-def _step_kernel(a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _step_kernel(
+    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, size, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
     """A + scale T of one member, or A."""
     member = tl.program_id(0).to(tl.int64)
     where = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = where < size
     where += member * size
     a = tl.load(a_ptr + where, mask=there)
-    if tl.load(alive_ptr + member):
+    alive = True
+    if MASKED:
+        alive = tl.load(alive_ptr + member)
+    if alive:
         a += tl.load(scale_ptr + member) * tl.load(t_ptr + where, mask=there)
     tl.store(out_ptr + where, a, mask=there)
 
@@ -183,36 +189,32 @@ def restore(new: Tensor, old: Tensor, alive: Tensor) -> Tensor:
     """
     size = new[0].numel()
     # Few programs a member, since nearly always they have nothing to do.
-    grid = (len(new), min(8, triton.cdiv(size, 4096)))
+    grid = (len(new), min(8, parts(size, 4096)))
     _restore_kernel[grid](new, old, alive, size, BLOCK=4096)
     return new
 
 
-def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
+def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
     """``a + scale t`` for tensors (batch, ...), ``a`` itself for members (batch,) not ``alive``."""
     a, t = a.contiguous(), t.contiguous()
     out = torch.empty_like(a)
     size = a[0].numel()
-    grid = (len(a), triton.cdiv(size, 4096))
-    _step_kernel[grid](a, t, scale, alive, out, size, BLOCK=4096)
+    grid = (len(a), parts(size, 4096))
+    mask = scale if alive is None else alive
+    _step_kernel[grid](a, t, scale, mask, out, size, BLOCK=4096, MASKED=alive is not None)
     return out
-
-
-def _padded(r: int) -> int:
-    return max(16, int(triton.next_power_of_2(r)))
 
 
 def _schedule(factors: int, m: int, rows: int) -> tuple[int, int]:
     """Rows a program takes, and how many programs share a factor."""
-    parts = min(triton.cdiv(m, rows), max(1, triton.cdiv(_PROGRAMS, factors)))
-    run = triton.cdiv(triton.cdiv(m, parts), rows) * rows
-    return run, triton.cdiv(m, run)
+    share = min(parts(m, rows), max(1, parts(_PROGRAMS, factors)))
+    run = parts(parts(m, share), rows) * rows
+    return run, parts(m, run)
 
 
 def _columns(size: int) -> int:
     """How many of its columns a program makes of a product with a padded r×r matrix."""
-    # Measured on an H200: with all 128 a program is too large to share a multiprocessor.
-    return min(size, 64)
+    return min(size, 64)  # measured on an H200
 
 
 def sums(
@@ -233,20 +235,20 @@ def sums(
     assert first is not None
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
     factors, rows = lead.numel(), 64
-    run, parts = _schedule(factors, m, rows)
-    matrices = first.new_empty(own + cross + square, factors, parts, r, r)
+    run, shares = _schedule(factors, m, rows)
+    matrices = first.new_empty(own + cross + square, factors, shares, r, r)
     unbound = iter(matrices)
     made = [next(unbound) if wanted else first for wanted in (own, cross, square)]
     a, t = (first if x is None else x.contiguous() for x in (a, t))
     turns = first if turn is None else turn.contiguous()
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
-    _sums_kernel[(factors, parts)](
-        a, t, turns, *made, m, r, run, parts, repeat,
-        R=_padded(r), ROWS=rows, TURN=turn is not None,
+    _sums_kernel[(factors, shares)](
+        a, t, turns, *made, m, r, run, shares, repeat,
+        R=padded(r), ROWS=rows, TURN=turn is not None,
         OWN=own, CROSS=cross, SQUARE=square, PRECISION=PRECISION,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    added = matrices[:, :, 0] if parts == 1 else matrices.sum(2)
+    added = matrices[:, :, 0] if shares == 1 else matrices.sum(2)
     return [x.view(*lead, r, r) for x in added]
 
 
@@ -254,11 +256,11 @@ def square(t: Tensor, turn: Tensor | None = None) -> Tensor:
     """``‖t turn‖²`` or ``‖t‖²`` of each factor (..., m, r), (...)."""
     t = t.contiguous()
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
-    factors, rows, size = lead.numel(), 64, _padded(t.shape[-1])
-    run, parts = _schedule(factors, m, rows)
+    factors, rows, size = lead.numel(), 64, padded(t.shape[-1])
+    run, shares = _schedule(factors, m, rows)
     cols = _columns(size)
-    norms = t.new_empty(factors, parts * (size // cols))
-    _square_kernel[(size // cols, factors, parts)](
+    norms = t.new_empty(factors, shares * (size // cols))
+    _square_kernel[(size // cols, factors, shares)](
         t, t if turn is None else turn.contiguous(), norms, m, r, run,
         1 if turn is None else factors // turn.shape[:-2].numel(),
         R=size, ROWS=rows, COLS=cols, TURN=turn is not None, PRECISION=PRECISION,
@@ -283,22 +285,22 @@ def combine(
     ``a`` itself for members not ``alive``. ``a`` and ``t`` are (..., m, r), coefficients
     (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
     """
-    size = _padded(t.shape[-1])
+    size = padded(t.shape[-1])
     cols = _columns(size)
     if cols < size and a is not None and isinstance(c_t, Tensor):
-        # Measured on an H200: a program of two products this large takes four times as long as one
-        # of a single product. What is added last is what is largest, ``a`` itself.
+        # Profiled on an H200: a program of two products this large takes four times as long as one
+        # of a single product. ``a`` itself, the largest term, is still added last.
         turned = combine(None, None, t, c_t, plus=plus)
         return combine(a, c_a, turned, 1.0, sign=sign, add_a=add_a, alive=alive)
     t = t.contiguous()
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
     factors, rows = lead.numel(), 64
-    run, parts = _schedule(factors, m, rows)
+    run, shares = _schedule(factors, m, rows)
     out = torch.empty_like(t)
     left, right = (c.contiguous() if isinstance(c, Tensor) else t for c in (c_a, c_t))
     shared = (c.shape[:-2].numel() if isinstance(c, Tensor) else factors for c in (c_a, c_t))
     repeat_a, repeat_t = (factors // count for count in shared)
-    _combine_kernel[(size // cols, factors, parts)](
+    _combine_kernel[(size // cols, factors, shares)](
         t if a is None else a.contiguous(), left, t, right,
         t if plus is None else plus[0].contiguous(), t if alive is None else alive, out,
         m, r, run, repeat_a, repeat_t, 1 if alive is None else factors // alive.numel(),
