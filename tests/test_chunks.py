@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rankfold
-from rankfold import Factor, Grid, stacks
+from rankfold import Factor, Grid, stacks, workspace
 from rankfold.geometries import GEOMETRIES
 from rankfold.movers import movers
 from rankfold.stacks import Plan, itself
@@ -31,15 +31,16 @@ def biased(make: Maker) -> list[Grid]:
 def test_chunks_change_nothing(layout: str, geometry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, "biased", biased)
     found = []
-    for workspace in (2**30, 1, 5 * 4 * 5 * M * R):
-        monkeypatch.setattr(stacks, "_WORKSPACE_BYTES", workspace)
+    for room in (2**30, 1, 5 * 4 * 5 * M * R):
+        monkeypatch.setattr(workspace, "_WORKSPACE_BYTES", room)
         problem = Problem(layout)
-        most = max(len(stack.chunks()) for stack in problem.plan.stacks)
-        assert most == 1 if workspace == 2**30 else most >= 3
-        if workspace == 1:
+        most = max(len(stack.chunks(momentum=True)) for stack in problem.plan.stacks)
+        assert most == 1 if room == 2**30 else most >= 3
+        if room == 1:
             assert most == max(len(stack.members) for stack in problem.plan.stacks)
         for stack in problem.plan.stacks:
-            covered = [k for part in stack.chunks() for k in range(part.start, part.stop)]
+            parts = stack.chunks(momentum=True)
+            covered = [k for part in parts for k in range(part.start, part.stop)]
             assert covered == list(range(len(stack.members)))
         optimizer = problem.optimizer(geometry, trust_region=0.5)
         problem.gradients()
@@ -61,12 +62,12 @@ def test_chunks_change_nothing(layout: str, geometry: str, monkeypatch: pytest.M
             assert other_numbers[member] == pytest.approx(values, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("workspace", [2**30, 1])
+@pytest.mark.parametrize("room", [2**30, 1])
 @every_geometry
 def test_a_stack_stored_as_one_is_not_copied(
-    geometry: str, workspace: int, monkeypatch: pytest.MonkeyPatch
+    geometry: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(workspace, "_WORKSPACE_BYTES", room)
     make = Maker(torch.float32)
     a, b = make(5, M, R), make(5, M + 1, R)
     grid = Grid(a, b, groups=5)
@@ -115,6 +116,23 @@ def test_a_stack_stored_as_one_is_left_alone_by_errors() -> None:
         optimizer.step()
     assert torch.equal(a, before[0])
     assert torch.equal(b, before[1])
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("total", [24e9, 140e9])
+@pytest.mark.parametrize("members", [1, 3, 100, 512, 10_000])
+def test_chunks_of_a_gpu_take_what_it_has_room_for(
+    members: int, total: float, momentum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most three times the factors or a gigabyte, of no more than a share of the device."""
+    monkeypatch.setattr(workspace, "_memory_of", lambda device: total)
+    member = 2 * 4096 * 128 * 4
+    found = workspace.chunks(members, member, torch.device("cuda"), momentum)
+    assert [k for part in found for k in range(members)[part]] == list(range(members))
+    held = (8 if momentum else 5) * member * max(part.stop - part.start for part in found)
+    assert held <= max(2**30, min(3 * members * member, total / 16))
+    if members == 512 and total == 140e9:
+        assert len(found) == (3 if momentum else 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

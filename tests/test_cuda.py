@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import rankfold
+from rankfold import workspace
+from rankfold.bench.cases import stacked_case
 from rankfold.checks import orthonormality_defect
 from rankfold.geometries import GEOMETRIES, geometry_for
 
@@ -269,6 +271,22 @@ def test_isometries_stay_orthonormal_whatever_the_users_precision(
     for grid in problem.grids:
         for param in grid.params():
             assert orthonormality_defect(param.detach()).max() < 1e-6
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_step_takes_three_times_the_factors_at_most(
+    geometry: str, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workspace, "_WORKSPACE_BYTES", 1)
+    case = stacked_case(32, 4096, 4096, 128)
+    problem = case.problem(torch.device("cuda"), orthonormal=True)
+    optimizer = rankfold.RiemannianSGD(problem.grids, 0.01, geometry=geometry, momentum=momentum)
+    optimizer.step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before <= 3 * problem.bytes
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

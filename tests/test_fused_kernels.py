@@ -86,12 +86,20 @@ def test_sums_over_rows(shape: tuple[int, int, int]) -> None:
     expected += [a.mT @ a, a.mT @ t, t.mT @ t]
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) < 8 * EPS
-    (norm,) = sums(None, case.t, case.c, norm=True)
-    assert error(norm[..., None], turned.square().sum((-2, -1))[..., None]) < 8 * EPS
 
 
 @in_kernels
-@pytest.mark.parametrize("shape", SHAPES + LARGE)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 100), *LARGE])
+def test_squares(shape: tuple[int, int, int]) -> None:
+    case = Case(shape)
+    _, t, c, d = case.wide
+    for factor, turn in ((t @ c, case.c), (t @ d, case.d), (t, None)):
+        expected = factor.square().sum((-2, -1))[..., None]
+        assert error(kernels.tall.square(case.t, turn)[..., None], expected) < 8 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 100), *LARGE])
 def test_combinations(shape: tuple[int, int, int]) -> None:
     case = Case(shape)
     a, t, c, d = case.wide
@@ -109,6 +117,9 @@ def test_combinations(shape: tuple[int, int, int]) -> None:
     assert torch.equal(stepped[1], case.a[1])
     wide = a + scale.double()[:, None, None, None] * t
     assert error(stepped[::2], wide[::2]) < 4 * EPS
+    assert torch.equal(kernels.tall.step(case.a, case.t, scale)[::2], stepped[::2])
+    assert torch.equal(kernels.tall.restore(stepped, case.t, alive)[::2], stepped[::2])
+    assert torch.equal(stepped[1].nan_to_num(), case.t[1].nan_to_num())
     moved = combine(case.a, case.c, case.t, case.d, add_a=True, alive=alive)
     assert torch.equal(moved[1], case.a[1])
     expected = a + a @ c + t @ d
@@ -125,7 +136,7 @@ def test_arguments_need_not_be_contiguous() -> None:
 
 @in_kernels
 @pytest.mark.parametrize("r", [1, 3, 16, 20, *([64] if CUDA else [])])
-def test_landing_and_corrections(r: int) -> None:
+def test_landing(r: int) -> None:
     u = torch.linalg.qr(randn(3, 2, max(2 * r, 8), r, seed=7)).Q
     x = randn(*u.shape, seed=8)
     x = 0.3 * x / torch.linalg.matrix_norm(x, ord=2)[..., None, None]
@@ -140,6 +151,11 @@ def test_landing_and_corrections(r: int) -> None:
         wide + scale.double()[:, None, None, None] * tangent, full_matrices=False
     )
     assert (new - left @ right).abs().max() < 16 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("r", [1, 3, 16, 20, 70, *([64, 128] if CUDA else [])])
+def test_corrections(r: int) -> None:
     left, right = randn(3, 2, r, r, seed=9), randn(3, 1, r, r, seed=10)
     weights = stiefel.Correction(0.3, -0.2, 0.5, 0.7), stiefel.Correction(1.0, 0.4, -0.5, 0.9)
     made = kernels.stiefel.corrections(left, right, *weights)
@@ -263,19 +279,59 @@ def test_retractions_in_one_kernel(name: str, lr: float, monkeypatch: pytest.Mon
     assert (torch.linalg.matrix_norm(matrices[0] - matrices[1]) < tolerance * size).all()
 
 
+@in_kernels
+@pytest.mark.parametrize("lr", [0.02, 2.0])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_steps_above_the_rank_of_fused_kernels(
+    name: str, lr: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short steps, where products are enough, and long ones, which need eliminations."""
+    if name.startswith("isometry") and lr > 1:
+        pytest.skip("steps this long land where rounding says")
+    geometry = geometry_for(name, 1, 1)
+    opts = options(geometry.retractions[0], lr, momentum=0.9)
+    point, grad, held = (
+        Pair(*(randn(3, 1, rows, 70, seed=seed + k) for k, rows in enumerate((90, 80))))
+        for seed in (41, 43, 45)
+    )
+    point = Pair(*(torch.linalg.qr(x).Q for x in point))
+    grad.left[1, 0, 0, 0] = torch.nan
+    monkeypatch.setattr(tall, "can_ask", lambda x: False)
+    found = []
+    for served in (True, False):
+        monkeypatch.setattr(kernels, "serve", lambda *x, on=served: on)
+        monkeypatch.setattr(kernels, "serve_small", lambda *x: False)
+        before = [x.clone() for pair in (point, grad, held) for x in pair]
+        outcome = geometry.step(point, grad, held, opts)
+        after = [x for pair in (point, grad, held) for x in pair]
+        assert all(map(torch.equal, map(torch.nan_to_num, before), map(torch.nan_to_num, after)))
+        assert outcome.momentum is not None
+        assert outcome.events["skipped"].tolist() == [False, True, False]
+        assert torch.equal(outcome.point.left[1], point.left[1])
+        assert torch.equal(outcome.momentum.right[1], held.right[1])
+        found.append(outcome)
+    ours, theirs = found
+    for name_of, happened in theirs.events.items():
+        assert ours.events[name_of].tolist() == happened.tolist()
+    moved = torch.linalg.matrix_norm(product(theirs.point).double() - product(point).double())
+    off = torch.linalg.matrix_norm(product(ours.point).double() - product(theirs.point).double())
+    assert (off[::2] < 2e-5 * moved[::2] + 20 * EPS).all()
+
+
 @pytest.mark.skipif(not CUDA, reason="the whole step takes its kernels on a GPU alone")
+@pytest.mark.parametrize("rank", [24, 80])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_step_with_kernels_is_the_step_without(
-    name: str, grid: tuple[int, int], momentum: float, monkeypatch: pytest.MonkeyPatch
+    name: str, grid: tuple[int, int], momentum: float, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     geometry = geometry_for(name, *grid)
     opts: Any = options(geometry.retractions[0], 0.05, momentum=momentum)
     found = []
     for enabled in (True, False):
         monkeypatch.setattr(kernels, "enabled", enabled)
-        sides = (randn(4, n, m, 24, seed=s) for n, m, s in ((grid[0], 96, 1), (grid[1], 80, 2)))
+        sides = (randn(4, n, m, rank, seed=s) for n, m, s in ((grid[0], 96, 1), (grid[1], 80, 2)))
         point = Pair(*(torch.linalg.qr(x).Q for x in sides))
         held = Pair(*map(torch.zeros_like, point)) if momentum else None
         start = product(point)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import Factor, Grid, direct, kernels, stacks
+from rankfold import Factor, Grid, direct, kernels, stacks, workspace
 from rankfold.geometries import GEOMETRIES, Pair
 from rankfold.stacks import Plan, grad_of, itself
 
@@ -291,18 +291,18 @@ def test_bundles_move_what_is_on_the_cpu() -> None:
 )
 @pytest.mark.parametrize("geometry", GEOMETRIES if CUDA else ["fixed-quotient"])
 @pytest.mark.parametrize("without", ["moving", *(["kernels"] if CUDA else [])])
-@pytest.mark.parametrize("workspace", [*([None] if CUDA else []), 3000])
+@pytest.mark.parametrize("room", [*([None] if CUDA else []), 3000])
 def test_a_step_is_the_same_by_either_path(
     layout: str,
     dtype: torch.dtype,
     geometry: str,
     without: str,
-    workspace: int | None,
+    room: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without the direct path alone, or on a GPU without any kernel at all."""
-    if workspace is not None:
-        monkeypatch.setattr(stacks, "_WORKSPACE_BYTES", workspace)
+    if room is not None:
+        monkeypatch.setattr(workspace, "_WORKSPACE_BYTES", room)
     problem = Problem(layout, dtype)
     assert all(direct.eligible(stack) for stack in problem.plan.stacks)
     ours = few_steps(problem, geometry)

@@ -133,6 +133,23 @@ def test_inverse(small: ModuleType, r: int, condition: float) -> None:
 
 
 @in_kernels
+@pytest.mark.parametrize("r", [3, 70])
+def test_what_is_found_stays(small: ModuleType, r: int) -> None:
+    """And what is not is made: a member's error decides, and NaN is no small error."""
+    x = on_device(conditioned(3, r, 3, seed=1))
+    gram, error = x @ x.mT, torch.zeros_like(x)
+    error[1, 0, 0], error[2, -1, -1] = 1e-3, torch.nan
+    marked = [torch.full_like(x, mark) for mark in (1, 2, 3)]
+    found = small.Found((marked[0],), error, 1e-7)
+    inverse = small.inverse(x, found)
+    roots = small.cholesky_inverse(gram, small.Found(tuple(marked[1:]), error, 1e-7))
+    assert [float(made[0].mean()) for made in (inverse, *roots[:2])] == [1, 2, 3]
+    made = small.inverse(x), *small.cholesky_inverse(gram)
+    for ours, theirs in zip((inverse, *roots), made, strict=True):
+        assert torch.equal(ours[1:], theirs[1:])
+
+
+@in_kernels
 @sizes
 def test_inverse_needs_its_pivots(small: ModuleType, r: int) -> None:
     """A permuted triangle: zeros on the diagonal, every pivot off it."""

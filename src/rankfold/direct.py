@@ -7,7 +7,7 @@ of addresses and strides, made anew only when a tensor has moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -194,6 +194,7 @@ class Direct:
     def __init__(self, stacks: list[Stack], tensors: Mapping[str, TensorOf]) -> None:
         """Find all tensors, and fail where they do not fit, before anything is written."""
         self.stacks = stacks
+        self.kinds: Collection[str] = set(tensors)
         self._tables: dict[int, list[dict[str, Table]]] = {id(stack): [] for stack in stacks}
         self._held: list[list[Tensor]] = []  # a copy must last until it is read
         for stack in stacks:

@@ -42,15 +42,18 @@ def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
     """
     if guess is not None and kernels.serve_small(x):
         return kernels.refine.inverse(x, guess)
-    if kernels.serve(x):
-        return kernels.small.inverse(x)
-    if guess is None or not tall.can_ask(x):
-        return _eliminated(x)
+    served = kernels.serve(x)
+    if guess is None or not (served or tall.can_ask(x)):
+        return kernels.small.inverse(x) if served else _eliminated(x)
     # Three products take a quarter of the time. Each member goes by its own guess, so that none
     # depends on its neighbours.
-    error = identity_like(x) - x @ guess
-    near = _negligible_cubed(error)
-    refined: Tensor = guess + guess @ (error + error @ error)
+    guess = guess.expand_as(x)
+    error = tall.add_product(identity_like(x), x, guess, alpha=-1.0)
+    refined = tall.add_product(guess, guess, tall.add_product(error, error, error))
+    if served:
+        found = kernels.small.Found((refined,), error, _cubed_is_rounding(x.dtype))
+        return kernels.small.inverse(x, found)
+    near = squared_norm(error, 2) < _cubed_is_rounding(x.dtype)
     if near.all():
         return refined
     return torch.where(near[..., None, None], refined, _eliminated(x))
@@ -61,10 +64,10 @@ def _eliminated(x: Tensor) -> Tensor:
     return result
 
 
-def _negligible_cubed(error: Tensor) -> Tensor:
-    """Which errors (..., r, r) have a cube that is rounding."""
-    limit: float = torch.finfo(error.dtype).eps ** (2 / 3)
-    return squared_norm(error, 2) < limit
+def _cubed_is_rounding(dtype: torch.dtype) -> float:
+    """The square of the norm below which an error (..., r, r) has a cube that is rounding."""
+    limit: float = torch.finfo(dtype).eps ** (2 / 3)
+    return limit
 
 
 class Cholesky(NamedTuple):
@@ -118,15 +121,18 @@ def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
     """
     if kernels.serve_small(gram):
         return kernels.refine.root(gram)
-    if kernels.serve(gram):
-        return kernels.small.cholesky_inverse(gram)[:2]
-    if not tall.can_ask(gram):
+    served = kernels.serve(gram)
+    if not (served or tall.can_ask(gram)):
         return _triangular_root(gram)
-    error = identity_like(gram) - gram
-    near = _negligible_cubed(error)
+    eye = identity_like(gram)
+    error = eye - gram
     # The symmetric root, by the series of (I − E)^(-1/2) up to E².
-    half = error / 2 + 0.375 * error @ error
-    series = gram + gram @ half, identity_like(gram) + half
+    half = tall.add_product(error, error, error, 0.5, 0.375)
+    series = tall.add_product(gram, gram, half), eye + half
+    if served:
+        found = kernels.small.Found(series, error, _cubed_is_rounding(gram.dtype))
+        return kernels.small.cholesky_inverse(gram, found)[:2]
+    near = squared_norm(error, 2) < _cubed_is_rounding(gram.dtype)
     if near.all():
         return series
     pairs = zip(series, _triangular_root(gram), strict=True)
@@ -234,13 +240,20 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         )
         return RankCore(left, right, left_inverse, still_moving(distances))
     moved = []
+    if kernels.serve(core):
+        # The guess is a step away from it, the others less: a round of Newton's iteration first.
+        guess = guess.expand_as(core)
+        error = tall.add_product(identity_like(core), core, guess, alpha=-1.0)
+        guess = tall.add_product(guess, guess, error)
     left_inverse = inverse(core, guess)
-    right = left_inverse.mT
+    right, pulled = left_inverse.mT, torch.zeros_like(core)
     for _ in range(iterations):
-        previous, right = right, inverse(core.mT + xx @ left_inverse, right)
-        left = core + yy @ right
+        previous, right = right, inverse(tall.add_product(core.mT, xx, left_inverse), right)
+        before, pulled = pulled, yy @ right
+        left = core + pulled
         left_inverse = inverse(left, left_inverse)
-        moved.append(squared_norm_weighted(right - previous, yy).sqrt())
+        # How far Y right moved; the first of these means nothing, and the last two count.
+        moved.append(((right - previous) * (pulled - before)).sum((-2, -1)).clamp_min(0).sqrt())
     return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
 
 

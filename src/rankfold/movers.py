@@ -5,7 +5,7 @@ The optimizer sees movers alone, and not which of the two a stack takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,6 +19,7 @@ class Mover(Protocol):
     """Reads and writes the members of some stacks, chunk by chunk."""
 
     stacks: list[Stack]
+    kinds: Collection[str]  # of the tensors it moves
 
     def read(self, kind: str, stack: Stack, members: slice) -> Pair:
         """These members of the tensors of one kind, not to be written into."""
@@ -54,7 +55,8 @@ def movers(
 
 def chunks(mover: Mover) -> list[tuple[Stack, slice]]:
     """All that a mover moves, in the order in which it wants to be asked."""
-    return [(stack, members) for stack in mover.stacks for members in stack.chunks()]
+    momentum = "momentum" in mover.kinds
+    return [(stack, members) for stack in mover.stacks for members in stack.chunks(momentum)]
 
 
 class Bundled:
@@ -62,6 +64,7 @@ class Bundled:
 
     def __init__(self, plan: Plan, stacks: list[Stack], tensors: Mapping[str, TensorOf]) -> None:
         self.stacks = stacks
+        self.kinds: Collection[str] = set(tensors)
         self._plan = plan
         self._tensors = tensors
         wanted: set[int] = set().union(*(stack.bundles for stack in stacks))

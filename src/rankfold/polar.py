@@ -10,7 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, tall
 from .linalg import identity_like, inverse, sym
 
 # Newton–Schulz steps where nothing is known of the spectrum. The small end of it grows 2.25-fold
@@ -34,11 +34,11 @@ def inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
     if kernels.serve_small(gram):
         return kernels.small.inverse_sqrt(gram, steps, scaled=False)
-    three = 3 * identity_like(gram)
-    half_step = (three - gram) / 2
+    wide = 1.5 * identity_like(gram)
+    half_step = torch.sub(wide, gram, alpha=0.5)
     root, inverse_root = gram @ half_step, half_step
     for k in range(1, steps):
-        half_step = (three - inverse_root @ root) / 2
+        half_step = tall.add_product(wide, inverse_root, root, alpha=-0.5)
         inverse_root = half_step @ inverse_root
         if k + 1 < steps:
             root = root @ half_step

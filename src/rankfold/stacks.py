@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import direct
+from . import direct, workspace
 from .factors import Factor, Grid
 from .geometries import Pair
 from .precision import working_dtype
@@ -23,11 +23,8 @@ from .precision import working_dtype
 Buffers = dict[int, Tensor]  # by bundle
 TensorOf = Callable[[Tensor], Tensor]
 
-_WORKSPACE_BYTES = 2**30
-"""What the tall tensors of a step may take at once; a stack of more members goes in chunks."""
 _CACHED_BYTES = 8 * 2**20
 """Parameters that one plan gathers on a CPU, so that what a step makes of them stays in cache."""
-_ALIVE = 5  # copies of a point that a step holds at its peak: point, gradient, momentum, new ones
 
 
 class Place(NamedTuple):
@@ -141,14 +138,12 @@ class Stack:
         places = [place for slot in slots for place in (slot.weight, slot.bias) if place]
         return {place.bundle for place in places}
 
-    def chunks(self) -> list[slice]:
-        """All members, in runs that stay inside the workspace."""
+    def chunks(self, momentum: bool) -> list[slice]:
+        """All members, in runs whose steps, with ``momentum`` or without, stay in little memory."""
         rows = self.lefts * self.left_height + self.rights * self.right_height
-        member = rows * self.sources[0].left[0].factor.rank * self.dtype.itemsize
-        batch = len(self.members)
-        parts = -(-batch // max(1, _WORKSPACE_BYTES // (_ALIVE * member)))
-        size = -(-batch // parts)
-        return [slice(k, min(k + size, batch)) for k in range(0, batch, size)]
+        first = self.sources[0].left[0]
+        member = rows * first.factor.rank * self.dtype.itemsize
+        return workspace.chunks(len(self.members), member, first.params[0].device, momentum)
 
     def read(self, buffers: Buffers) -> Pair:
         """``(batch, I, m, r)`` and ``(batch, J, n, r)`` in the stack's dtype."""

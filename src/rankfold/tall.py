@@ -38,9 +38,14 @@ def turned_gram(x: Tensor, coefficient: Tensor) -> Tensor:
 
 def turned_square(x: Tensor, coefficient: Tensor) -> Tensor:
     """``‖x coefficient‖²`` over the last two dimensions, (...)."""
-    if kernels.serve_small(x):
-        return kernels.tall.sums(None, x, coefficient, norm=True)[0]
+    if kernels.serve(x):
+        return kernels.tall.square(x, coefficient)
     return turn(x, coefficient).square().flatten(-2).sum(-1)
+
+
+def square(x: Tensor) -> Tensor:
+    """``‖x‖²`` over the last two dimensions, (...)."""
+    return kernels.tall.square(x) if kernels.serve(x) else x.square().flatten(-2).sum(-1)
 
 
 class TurnedGrams(NamedTuple):
@@ -88,41 +93,47 @@ def subtract(
         return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0, plus=plus)
     if plus is not None:
         t, weight = torch.add(weight * t, plus.x, alpha=plus.weight), 1.0
-    return _add_product(t, u, coefficient, beta=weight, alpha=-1.0)
+    return add_product(t, u, coefficient, beta=weight, alpha=-1.0)
 
 
 def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:
     """``t c_t``, with a further term if there is one."""
     if kernels.serve(t):
         return kernels.tall.combine(None, None, t, c_t, plus=plus)
-    return t @ c_t if plus is None else _add_product(plus.x, t, c_t, beta=plus.weight)
+    return t @ c_t if plus is None else add_product(plus.x, t, c_t, beta=plus.weight)
 
 
 def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:
     """``a c_a + t c_t``."""
     if kernels.serve(a, t):
         return kernels.tall.combine(a, c_a, t, c_t)
-    return _add_product(a @ c_a, t, c_t)
+    return add_product(a @ c_a, t, c_t)
 
 
 def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tensor:
     """``a + a c_a + t c_t``, and ``a`` itself for members (batch,) that are not ``alive``."""
     if kernels.serve(a, t):
         return kernels.tall.combine(a, c_a, t, c_t, add_a=True, alive=alive)
-    return choose(alive, _add_product(_add_product(a, a, c_a), t, c_t), a)
+    return choose(alive, add_product(add_product(a, a, c_a), t, c_t), a)
 
 
-def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
+def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
     """``a + scale t`` with a ``scale`` (batch,), and ``a`` itself for members not ``alive``."""
     if kernels.serve(a, t):
         return kernels.tall.step(a, t, scale, alive)
-    return choose(alive, torch.addcmul(a, per_member(scale, t), t), a)
+    moved = torch.addcmul(a, per_member(scale, t), t)
+    return moved if alive is None else choose(alive, moved, a)
 
 
 def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """``yes`` for the members (batch,) of the mask, ``no`` for the others, to the last bit."""
+    """``yes`` for the members (batch,) of the mask, ``no`` for the others, to the last bit.
+
+    ``yes`` is given away: it may be what is returned, with ``no`` written into it.
+    """
     if can_ask(mask) and mask.all():
         return yes
+    if kernels.serve(yes, no) and yes.is_contiguous() and no.is_contiguous():
+        return kernels.tall.restore(yes, no, mask)
     return torch.where(per_member(mask, yes), yes, no)
 
 
@@ -139,10 +150,11 @@ def per_member(scale: Tensor, like: Tensor) -> Tensor:
     return scale.reshape(-1, *([1] * (like.dim() - 1)))
 
 
-def _add_product(
+def add_product(
     base: Tensor, x: Tensor, c: Tensor, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """``beta base + alpha x c``, without a tall intermediate."""
+    """``beta base + alpha x c``, in one operation; ``base`` and ``c`` broadcast."""
     c = c.expand(*x.shape[:-2], *c.shape[-2:])
+    base = base.expand(*x.shape[:-1], c.shape[-1])
     flat = (each.reshape(-1, *each.shape[-2:]) for each in (base, x, c))
     return torch.baddbmm(*flat, beta=beta, alpha=alpha).view(base.shape)

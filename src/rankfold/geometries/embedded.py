@@ -34,7 +34,7 @@ class Side(NamedTuple):
 
     def coefficients(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of U u + X x, in terms of ``a`` and ``t``."""
-        u = u - self.inner @ x
+        u = tall.add_product(u, self.inner, x, alpha=-1.0)
         return (
             u if self.to_u is None else self.to_u @ u,
             x if self.to_x is None else self.to_x @ x,

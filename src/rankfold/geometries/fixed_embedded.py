@@ -110,25 +110,25 @@ class FixedEmbedded(EmbeddedGeometry):
         # Between them stands the new core: P Z_B for the best approximation, P Z_B⁻ᵀ for the
         # orthographic one, each with Z_A⁻¹ in front. Its change is built from small terms: as a
         # difference, rounding would swallow a small step.
-        z_a, grow_a = _orthonormalizer(g * q, coords.xx)
-        z_b, grow_b = _orthonormalizer(g * f, coords.yy)
-        inner = z_b - eye if options.retraction == "svd" else grow_b.mT
-        change = moved + grow_a @ p + (p + grow_a @ p) @ inner
+        turn_a, grow_a = _orthonormalizer(g * q, coords.xx)
+        turn_b, grow_b = _orthonormalizer(g * f, coords.yy)
+        grown, inner = grow_a @ p, turn_b if options.retraction == "svd" else grow_b.mT
+        change = moved + grown + (p + grown) @ inner
         if options.rank_floor:
             change = change + _raise(r_a @ r_b.mT + change, options.rank_floor)
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
         share, guess, long = _half_share(delta)
         rest = (delta - share) @ linalg.inverse(eye + share, guess)
+        left_change, right_change = r_a @ rest, r_b @ share.mT
         # After a long step, bring the ratio of the factors' sizes back to what it was.
-        grown_a, grown_b = _stretch(r_a, r_a + r_a @ rest), _stretch(r_b, r_b + r_b @ share.mT)
-        ratio = tall.per_member(torch.where(long, (grown_b / grown_a).sqrt(), 1), delta)
-        rest, share = rest + (ratio - 1) * (eye + rest), share + (1 / ratio - 1) * (eye + share)
-        wide_a, wide_b = r_a + r_a @ rest, r_b + r_b @ share.mT
-        new = NewCoefficients(
-            u=z_a @ wide_a, v=z_b @ wide_b, x=g * (q @ z_a @ wide_a), y=g * (f @ z_b @ wide_b)
-        )
-        left_change = r_a @ rest + (z_a - eye) @ wide_a
-        right_change = r_b @ share.mT + (z_b - eye) @ wide_b
+        ratio = _stretch(r_b, r_b + right_change) / _stretch(r_a, r_a + left_change)
+        ratio = tall.per_member(torch.where(long, ratio.sqrt(), 1), delta)
+        left_change = left_change + (ratio - 1) * (r_a + left_change)
+        right_change = right_change + (1 / ratio - 1) * (r_b + right_change)
+        left_change = left_change + turn_a @ (r_a + left_change)
+        right_change = right_change + turn_b @ (r_b + right_change)
+        u, v = r_a + left_change, r_b + right_change
+        new = NewCoefficients(u, v, x=g * (q @ u), y=g * (f @ v))
         alive = _norm(new.u, new.x, coords.xx) + _norm(new.v, new.y, coords.yy) <= options.largest
         left = coords.left.move(left_change, new.x, alive)
         right = coords.right.move(right_change, new.y, alive)
@@ -171,8 +171,9 @@ def _split(c: TurnedGrams, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """
     overlap = frame.inverse.mT @ c.cross
     # A basis that is short in places has to be projected away from twice.
-    inner = 2 * overlap - frame.gram @ overlap
-    return inner, overlap, c.square - linalg.sym(inner.mT @ (2 * overlap - frame.gram @ inner))
+    inner = tall.add_product(overlap, frame.gram, overlap, 2.0, -1.0)
+    within = inner.mT @ tall.add_product(overlap, frame.gram, inner, 2.0, -1.0)
+    return inner, overlap, c.square - linalg.sym(within)
 
 
 def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:
@@ -207,10 +208,11 @@ def _half_share(delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Z that makes U + X coefficient orthonormal, gram = XᵀX, and Z⁻¹ − I; all (batch, r, r)."""
+    """Z − I and Z⁻¹ − I for Z that makes U + X coefficient orthonormal, gram = XᵀX, all r×r."""
     eye = linalg.identity_like(gram)
-    root, inverse_root = linalg.root_near_identity(eye + coefficient.mT @ gram @ coefficient)
-    return inverse_root.mT, root.mT - eye
+    gram = tall.add_product(eye, coefficient.mT, gram @ coefficient)
+    root, inverse_root = linalg.root_near_identity(gram)
+    return inverse_root.mT - eye, root.mT - eye
 
 
 def _stretch(old: Tensor, new: Tensor) -> Tensor:

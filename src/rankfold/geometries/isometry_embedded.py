@@ -63,9 +63,9 @@ class IsometryEmbedded(EmbeddedGeometry):
         p, f, _, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy, eye)
         # The rank-r approximation is (U P + γX) N⁻¹ (V + γY F)ᵀ. Multiplying by orthonormal V'ᵀ
         # on the right does not change a polar factor, so two polar factors of tall matrices do.
-        gram = _moved_gram(coords.right, g, yy, eye, f)
+        gram = _moved_gram(coords.right, g, yy, None, f)
         v_scale, v_norm = orthonormal_scaling(gram, "polar", spread)
-        gram = v_scale.mT @ _moved_gram(coords.left, g, xx, p, eye) @ v_scale
+        gram = v_scale.mT @ _moved_gram(coords.left, g, xx, p, None) @ v_scale
         u_scale, u_norm = orthonormal_scaling(gram, "polar", spread)
         total = v_scale @ u_scale
         new = NewCoefficients(u=p @ total, v=v_scale, x=g * total, y=g * (f @ v_scale))
@@ -113,16 +113,22 @@ def _split(u: Tensor, c: Tensor) -> tuple[Side, Tensor, Tensor]:
     return Side(u, x, None, None, rest, own), overlap, square
 
 
-def _moved_gram(side: Side, g: Tensor, square: Tensor, u: Tensor, x: Tensor) -> Tensor:
+def _moved_gram(
+    side: Side, g: Tensor, square: Tensor, u: Tensor | None, x: Tensor | None
+) -> Tensor:
     """Gram matrix of U u + γX x, with ``square`` that of γX before U ``inner`` is taken from it.
 
-    Exact whatever UᵀU is: factors reloaded from a lower precision are orthonormal to that alone.
+    None stands for the identity. Exact whatever UᵀU is: factors reloaded from a lower precision
+    are orthonormal to that alone.
     """
     inner = g * side.inner
     missing = inner - side.own @ inner  # what is left of Uᵀ(X − U inner)
-    cross = u.mT @ missing @ x
-    square = square - inner.mT @ (inner + missing)
-    return u.mT @ side.own @ u + cross + cross.mT + x.mT @ square @ x
+    own, square = side.own, tall.add_product(square, inner.mT, inner + missing, alpha=-1.0)
+    if u is not None:
+        own, missing = u.mT @ own @ u, u.mT @ missing
+    if x is not None:
+        square, missing = x.mT @ square @ x, missing @ x
+    return own + missing + missing.mT + square
 
 
 class IsometryEmbeddedGrid(StiefelGeometry):

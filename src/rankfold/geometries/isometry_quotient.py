@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .base import Pair
 from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
 
 
@@ -21,6 +22,15 @@ class IsometryQuotient(StiefelGeometry):
 
     def correction(self, i: int, j: int) -> Correction:
         return Correction(1 / j, 0.0, 1 / (2 * i * j), 1 / (2 * i * j))
+
+    def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
+        # In this metric G_Ui/J is projected as momentum is, so that one projection serves both.
+        counts = (frame.j, frame.i)
+        mixed = (
+            torch.lerp(m, g if count == 1 else g / count, 1 - nu)
+            for g, m, count in zip(grad, momentum, counts, strict=True)
+        )
+        return self.arrive(frame, Pair(*mixed))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return torch.sqrt(weighted_square(frame, coords))

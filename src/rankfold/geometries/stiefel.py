@@ -53,7 +53,7 @@ class Side(NamedTuple):
     def squared_norm(self) -> Tensor:
         """‖Ξ‖² over all blocks, (batch,)."""
         if self.grams is None:
-            return linalg.squared_norm(self.xi, 3)
+            return tall.square(self.xi).sum(1)
         return self.grams.square.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
 
 
@@ -156,7 +156,7 @@ class StiefelGeometry(Geometry):
         fused = coords.left.grams is not None and retraction == "polar"
         if fused and polar.is_small(tangent):
             return _land_in_one(coords, scale, options)
-        moved = Pair(*(torch.addcmul(s.u, tall.per_member(scale, s.u), s.xi) for s in coords))
+        moved = Pair(*(tall.step(s.u, s.xi, scale) for s in coords))
         spread = moved_spread(options.reach)
         columns = [orthonormal_scaling(tall.gram(x), retraction, spread) for x in moved]
         alive = _within([norm for _, norm in columns], options.largest)
@@ -199,7 +199,7 @@ def _land_in_one(coords: StiefelTangent, scale: Tensor, options: StepOptions) ->
 
 
 def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
-    if kernels.serve_small(overlap.left, overlap.right):
+    if kernels.serve(overlap.left, overlap.right):
         return Pair(*kernels.stiefel.corrections(*overlap, left, right))
     skews = [skew(x) for x in overlap]
     totals = [x.sum(1, keepdim=True) for x in skews]

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import padded, parts
+
 _DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -148,14 +150,14 @@ def _launch(kernel: object, table: Table, masters: Table | None, stack: Tensor) 
     )
     if not blocks:
         return
-    padded = triton.next_power_of_2(r)
-    rows = min(max(64, _TILE // padded), triton.next_power_of_2(m))
-    parts = triton.cdiv(m, rows)
+    cols = padded(r, least=1)
+    rows = min(max(64, _TILE // cols), padded(m, least=1))
+    tiles = parts(m, rows)
     with torch.cuda.device_of(stack):
-        kernel[(blocks * parts,)](  # type: ignore[index]
+        kernel[(blocks * tiles,)](  # type: ignore[index]
             table.entries, table.entries if masters is None else masters.entries, stack,
-            m, r, parts,
-            ROWS=rows, R=padded, DTYPE=_DTYPES[table.dtype],
+            m, r, tiles,
+            ROWS=rows, R=cols, DTYPE=_DTYPES[table.dtype],
             ALIGNED=table.aligned and (masters is None or masters.aligned),
             MASTERED=masters is not None, num_warps=4,
         )  # fmt: skip

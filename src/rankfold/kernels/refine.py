@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import padded
+
 # Six bfloat16 products of operands split in three: the accuracy of float32 on tensor cores.
 # Triton's interpreter does not know them, and has no tensor cores.
 PRECISION = "ieee" if triton.knobs.runtime.interpret else "bf16x6"
@@ -180,7 +182,7 @@ def _root_kernel(m_ptr, root_ptr, inverse_ptr, r, R: tl.constexpr, PRECISION: tl
 
 def launch(r: int) -> dict[str, int | str]:
     """How a kernel of one program a matrix is launched for matrices r×r."""
-    return {"R": max(16, int(triton.next_power_of_2(r))), "PRECISION": PRECISION, "num_warps": 4}
+    return {"R": padded(r), "PRECISION": PRECISION, "num_warps": 4}
 
 
 def inverse(x: Tensor, guess: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ that makes this taking out cheap; it has no influence on the results.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,16 @@ def _load(source, rows, cols, row_stride, col_stride, r):
         mask=(rows < r) & (cols < r),
         other=(rows == cols).to(tl.float32),
     )
+
+
+@triton.jit
+def _is_near(error, member, r, limit, R: tl.constexpr):
+    """Whether the squares of a member's error add up to less than ``limit``."""
+    rows = tl.arange(0, R)[:, None]
+    cols = tl.arange(0, R)[None, :]
+    inside = (rows < r) & (cols < r)
+    tile = tl.load(error + member * r * r + rows * r + cols, mask=inside, other=0.0)
+    return tl.sum(tl.sum(tile * tile, 1), 0) < limit
 
 
 @triton.jit
@@ -95,17 +107,9 @@ def _factor(tile, rows, cols, r, R: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _cholesky_kernel(
-    gram,
-    lower,
-    inverse,
-    lifted,
-    stride,
-    row_stride,
-    col_stride,
-    r,
-    R: tl.constexpr,
-    LOW: tl.constexpr,
-):
+    gram, lower, inverse, lifted, error, limit, stride, row_stride, col_stride, r,
+    R: tl.constexpr, LOW: tl.constexpr, FOUND: tl.constexpr,
+):  # fmt: skip
     member = tl.program_id(0).to(tl.int64)
     rows = _panel_order(R, LOW)
     cols = tl.arange(0, R)[None, :]
@@ -117,6 +121,8 @@ def _cholesky_kernel(
     # A column of zeros has no size of its own to be lifted by.
     room = tl.maximum(size, _EPS * tl.max(size))
     failed = True
+    if FOUND:
+        failed = _is_near(error, member, r, limit, R) == 0
     for attempt in range(3):
         # Each try stores its result, and a failed one is written over by the next.
         if failed:
@@ -221,14 +227,20 @@ def _eliminate(tile, rows, cols, r, R: tl.constexpr):
 
 
 @triton.jit
-def _inverse_kernel(x, out, stride, row_stride, col_stride, r, R: tl.constexpr):
+def _inverse_kernel(
+    x, out, error, limit, stride, row_stride, col_stride, r, R: tl.constexpr, FOUND: tl.constexpr
+):
     member = tl.program_id(0).to(tl.int64)
-    rows = _four_order(R)
-    cols = tl.arange(0, R)[None, None, None, :]
-    tile = _load(x + member * stride, rows, cols, row_stride, col_stride, r)
-    tile, to_row, to_col = _eliminate(tile, rows, cols, r, R)
-    out += member * r * r
-    tl.store(out + to_row * r + to_col, tile, mask=(rows < r) & (cols < r))
+    far = True
+    if FOUND:
+        far = _is_near(error, member, r, limit, R) == 0
+    if far:
+        rows = _four_order(R)
+        cols = tl.arange(0, R)[None, None, None, :]
+        tile = _load(x + member * stride, rows, cols, row_stride, col_stride, r)
+        tile, to_row, to_col = _eliminate(tile, rows, cols, r, R)
+        place = out + member * r * r + to_row * r + to_col
+        tl.store(place, tile, mask=(rows < r) & (cols < r))
 
 
 @triton.jit
@@ -248,18 +260,9 @@ def _product(a, a_row, a_col, b, b_row, b_col, r, R: tl.constexpr):
 
 @triton.jit
 def _inverse_sqrt_kernel(
-    gram,
-    out,
-    root,
-    half,
-    stride,
-    row_stride,
-    col_stride,
-    r,
-    steps,
-    SCALED: tl.constexpr,
-    R: tl.constexpr,
-):
+    gram, out, root, half, stride, row_stride, col_stride, r, steps,
+    SCALED: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
     member = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, R)[:, None]
     cols = tl.arange(0, R)[None, :]
@@ -323,42 +326,59 @@ _INVERSE_WARPS = {32: 2, 64: 4, 128: 8}
 _PRODUCT_WARPS = {32: 4, 64: 8, 128: 8}
 
 
-def cholesky_inverse(gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class Found(NamedTuple):
+    """Results (..., r, r) good for members whose ``error`` (..., r, r) has squares below ``limit``.
+
+    The others are still to be made.
+    """
+
+    results: tuple[Tensor, ...]
+    error: Tensor
+    limit: float
+
+
+def cholesky_inverse(gram: Tensor, found: Found | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Lower Cholesky factors and their inverses, (..., r, r) both, and who was lifted (...).
 
     As `linalg.cholesky` without damping, tries and lifts included. A member that cannot be
-    factored even so comes out NaN.
+    factored even so comes out NaN. Roots and inverses that are ``found`` stay, and what is said
+    of their lift means nothing.
     """
-    flat, lower, inverse_lower, lifted = _flat(gram), _like(gram), _like(gram), _flags(gram)
+    made = (_like(gram), _like(gram)) if found is None else found.results
+    lower, inverse_lower = (x.contiguous() for x in made)
+    flat, lifted = _flat(gram), _flags(gram)
     size = _padded(gram.shape[-1])
     if len(flat):
+        # A panel is then what one of R / 16 warps would hold of a product's result.
+        low = min(16, 512 // size)
         _cholesky_kernel[(len(flat),)](
-            flat,
-            lower,
-            inverse_lower,
-            lifted,
-            *flat.stride(),
-            gram.shape[-1],
-            R=size,
-            # A panel is then what one of R / 16 warps would hold of a product's result.
-            LOW=min(16, 512 // size),
+            flat, lower, inverse_lower, lifted, *_known(found, flat), *flat.stride(),
+            gram.shape[-1], R=size, LOW=low, FOUND=found is not None,
             num_warps=_CHOLESKY_WARPS[size],
-        )
+        )  # fmt: skip
     return lower, inverse_lower, lifted
 
 
-def inverse(x: Tensor) -> Tensor:
-    """Inverse of (..., r, r); a singular member comes out non-finite, no other is touched."""
-    if x.stride(-1) != 1 and x.stride(-2) == 1:
+def inverse(x: Tensor, found: Found | None = None) -> Tensor:
+    """Inverse of (..., r, r); a singular member comes out non-finite, no other is touched.
+
+    Inverses that are ``found`` stay.
+    """
+    if found is None and x.stride(-1) != 1 and x.stride(-2) == 1:
         # Reading along the rows is faster, and the transpose of the inverse as good.
         return inverse(x.mT).mT
-    flat, out = _flat(x), _like(x)
+    flat, out = _flat(x), _like(x) if found is None else found.results[0].contiguous()
     size = _padded(x.shape[-1])
     if len(flat):
         _inverse_kernel[(len(flat),)](
-            flat, out, *flat.stride(), x.shape[-1], R=size, num_warps=_INVERSE_WARPS[size]
-        )
+            flat, out, *_known(found, flat), *flat.stride(), x.shape[-1],
+            R=size, FOUND=found is not None, num_warps=_INVERSE_WARPS[size],
+        )  # fmt: skip
     return out
+
+
+def _known(found: Found | None, flat: Tensor) -> tuple[Tensor, float]:
+    return (flat, 0.0) if found is None else (found.error.contiguous(), found.limit)
 
 
 def inverse_sqrt(gram: Tensor, steps: int, scaled: bool) -> Tensor:
@@ -370,15 +390,7 @@ def inverse_sqrt(gram: Tensor, steps: int, scaled: bool) -> Tensor:
     size = _padded(gram.shape[-1])
     if len(flat):
         _inverse_sqrt_kernel[(len(flat),)](
-            flat,
-            out,
-            _like(gram),
-            _like(gram),
-            *flat.stride(),
-            gram.shape[-1],
-            steps,
-            SCALED=scaled,
-            R=size,
-            num_warps=_PRODUCT_WARPS[size],
-        )
+            flat, out, _like(gram), _like(gram), *flat.stride(), gram.shape[-1], steps,
+            SCALED=scaled, R=size, num_warps=_PRODUCT_WARPS[size],
+        )  # fmt: skip
     return out

@@ -1,4 +1,7 @@
-"""Triton kernels for the r×r part of a step on orthonormal factors, float32, r up to 64."""
+"""Triton kernels for the r×r part of a step on orthonormal factors, float32.
+
+Corrections for r up to 128, landings up to 64.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .refine import launch, roots, tile
+from .sizes import padded
 
 
 @triton.jit
@@ -27,7 +31,7 @@ def _skew_total(source, blocks, square, inside, r, R: tl.constexpr):
 def _corrections_kernel(
     left_ptr, right_ptr, left_out, right_out, i, j, r,
     l_sym, l_skew, l_own, l_other, r_sym, r_skew, r_own, r_other,
-    R: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """One program a member: totals over its blocks first, then every block's correction."""
     member = tl.program_id(0).to(tl.int64)
@@ -85,9 +89,12 @@ def corrections(
     left, right = left.contiguous(), right.contiguous()
     made = torch.empty_like(left), torch.empty_like(right)
     batch, i, r, _ = left.shape
+    size = padded(r)
+    # Some matrices at once in registers: those of more threads where they are larger.
     _corrections_kernel[(batch,)](
-        left, right, *made, i, right.shape[1], r, *left_weights, *right_weights, **launch(r)
-    )
+        left, right, *made, i, right.shape[1], r, *left_weights, *right_weights,
+        R=size, num_warps=4 if size <= 64 else 16,
+    )  # fmt: skip
     return made
 
 

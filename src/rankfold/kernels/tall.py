@@ -1,4 +1,4 @@
-"""Triton kernels for products over the rows of tall float32 factors, r up to 128, sums up to 64.
+"""Triton kernels over the rows of tall float32 factors, r up to 128, sums of products up to 64.
 
 One program takes one factor and one run of its rows. Sums over rows are made in the same order
 every time: each program writes what it summed, and the few parts of a factor are added afterwards.
@@ -12,19 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .refine import PRECISION, overlap
+from .sizes import padded, parts
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
 
 
 @triton.jit
 def _sums_kernel(
-    a_ptr, t_ptr, turn_ptr, own_ptr, cross_ptr, square_ptr, norm_ptr,
+    a_ptr, t_ptr, turn_ptr, own_ptr, cross_ptr, square_ptr,
     m, r, run, parts, repeat,
     R: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
-    OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr, NORM: tl.constexpr,
+    OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of AᵀA, AᵀC, CᵀC and ‖C‖² with C = T turn, over ``run`` rows.
+    """Parts of AᵀA, AᵀC and CᵀC with C = T turn, over ``run`` rows.
 
     Blocks of rows are added up outside the tensor cores, which round towards zero.
     """
@@ -41,8 +42,6 @@ def _sums_kernel(
         cross_sum = tl.zeros((R, R), tl.float32)
     if SQUARE:
         square_sum = tl.zeros((R, R), tl.float32)
-    if NORM:
-        norm_sum = tl.zeros((ROWS, R), tl.float32)
     last = tl.minimum(part * run + run, m)
     for start in range(part * run, last, ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -52,7 +51,7 @@ def _sums_kernel(
             a = tl.load(a_ptr + place, mask=there, other=0.0)
         if OWN:
             own_sum += overlap(a, a, PRECISION)
-        if CROSS or SQUARE or NORM:
+        if CROSS or SQUARE:
             c = tl.load(t_ptr + place, mask=there, other=0.0)
             if TURN:
                 c = tl.dot(c, turn, input_precision=PRECISION)
@@ -60,8 +59,6 @@ def _sums_kernel(
             cross_sum += overlap(a, c, PRECISION)
         if SQUARE:
             square_sum += overlap(c, c, PRECISION)
-        if NORM:
-            norm_sum += c * c
     out = (factor * parts + part) * r * r + square
     if OWN:
         tl.store(own_ptr + out, own_sum, mask=inside)
@@ -69,8 +66,38 @@ def _sums_kernel(
         tl.store(cross_ptr + out, cross_sum, mask=inside)
     if SQUARE:
         tl.store(square_ptr + out, square_sum, mask=inside)
-    if NORM:
-        tl.store(norm_ptr + factor * parts + part, tl.sum(tl.sum(norm_sum, 1), 0))
+
+
+@triton.jit
+def _square_kernel(
+    t_ptr, turn_ptr, norm_ptr, m, r, run, repeat,
+    R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Parts of ‖T turn‖² or ‖T‖², over ``run`` rows and some columns."""
+    factor = tl.program_id(1).to(tl.int64)
+    cols = tl.arange(0, R)
+    own = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    if TURN:
+        square = cols[:, None] * r + own[None, :]
+        inside = (cols[:, None] < r) & (own[None, :] < r)
+        turn = tl.load(turn_ptr + (factor // repeat) * r * r + square, mask=inside, other=0.0)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    first = tl.program_id(2) * run
+    last = tl.minimum(first + run, m)
+    for start in range(first, last, ROWS):
+        rows = start + tl.arange(0, ROWS)[:, None]
+        place = t_ptr + factor * m * r + rows * r
+        if TURN:
+            there = (rows < last) & (cols[None, :] < r)
+            c = tl.load(place + cols[None, :], mask=there, other=0.0)
+            c = tl.dot(c, turn, input_precision=PRECISION)
+        else:
+            there = (rows < last) & (own[None, :] < r)
+            c = tl.load(place + own[None, :], mask=there, other=0.0)
+        total += c * c
+    part = (factor * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0)
+    tl.store(norm_ptr + part + tl.program_id(0), tl.sum(tl.sum(total, 1), 0))
 
 
 @triton.jit
@@ -126,37 +153,69 @@ def _combine_kernel(
 
 
 @triton.jit
-def _step_kernel(a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _step_kernel(
+    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, size, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
     """A + scale T of one member, or A."""
     member = tl.program_id(0).to(tl.int64)
     where = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = where < size
     where += member * size
     a = tl.load(a_ptr + where, mask=there)
-    if tl.load(alive_ptr + member):
+    alive = True
+    if MASKED:
+        alive = tl.load(alive_ptr + member)
+    if alive:
         a += tl.load(scale_ptr + member) * tl.load(t_ptr + where, mask=there)
     tl.store(out_ptr + where, a, mask=there)
 
 
-def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
+@triton.jit
+def _restore_kernel(new_ptr, old_ptr, alive_ptr, size, BLOCK: tl.constexpr):
+    """Writes the old values over the new ones of a member that is not alive."""
+    member = tl.program_id(0).to(tl.int64)
+    if tl.load(alive_ptr + member) == 0:
+        for start in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
+            where = start + tl.arange(0, BLOCK)
+            there = where < size
+            where += member * size
+            tl.store(new_ptr + where, tl.load(old_ptr + where, mask=there), mask=there)
+
+
+def restore(new: Tensor, old: Tensor, alive: Tensor) -> Tensor:
+    """``new`` (batch, ...), with ``old`` written over members (batch,) that are not ``alive``.
+
+    Both contiguous. Where all are alive, no row is touched.
+    """
+    size = new[0].numel()
+    # Few programs a member, since nearly always they have nothing to do.
+    grid = (len(new), min(8, parts(size, 4096)))
+    _restore_kernel[grid](new, old, alive, size, BLOCK=4096)
+    return new
+
+
+def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
     """``a + scale t`` for tensors (batch, ...), ``a`` itself for members (batch,) not ``alive``."""
     a, t = a.contiguous(), t.contiguous()
     out = torch.empty_like(a)
     size = a[0].numel()
-    grid = (len(a), triton.cdiv(size, 4096))
-    _step_kernel[grid](a, t, scale, alive, out, size, BLOCK=4096)
+    grid = (len(a), parts(size, 4096))
+    mask = scale if alive is None else alive
+    _step_kernel[grid](a, t, scale, mask, out, size, BLOCK=4096, MASKED=alive is not None)
     return out
-
-
-def _padded(r: int) -> int:
-    return max(16, int(triton.next_power_of_2(r)))
 
 
 def _schedule(factors: int, m: int, rows: int) -> tuple[int, int]:
     """Rows a program takes, and how many programs share a factor."""
-    parts = min(triton.cdiv(m, rows), max(1, triton.cdiv(_PROGRAMS, factors)))
-    run = triton.cdiv(triton.cdiv(m, parts), rows) * rows
-    return run, triton.cdiv(m, run)
+    share = min(parts(m, rows), max(1, parts(_PROGRAMS, factors)))
+    run = parts(parts(m, share), rows) * rows
+    return run, parts(m, run)
+
+
+def _columns(size: int) -> int:
+    """How many of its columns a program makes of a product with a padded r×r matrix."""
+    # Of `_combine_kernel` with one product this was measured on an H200; the others follow it.
+    return min(size, 64)
 
 
 def sums(
@@ -167,9 +226,8 @@ def sums(
     own: bool = False,
     cross: bool = False,
     square: bool = False,
-    norm: bool = False,
 ) -> list[Tensor]:
-    """Those asked for of AᵀA, AᵀC, CᵀC (..., r, r) and ‖C‖² (...), with ``C = t turn``.
+    """Those asked for of AᵀA, AᵀC and CᵀC, each (..., r, r), with ``C = t turn``.
 
     ``a`` and ``t`` are (..., m, r); ``turn`` is (..., r, r), fewer of them than factors if they
     come in runs that share one.
@@ -178,23 +236,38 @@ def sums(
     assert first is not None
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
     factors, rows = lead.numel(), 64
-    run, parts = _schedule(factors, m, rows)
-    matrices = first.new_empty(own + cross + square, factors, parts, r, r)
-    norms = first.new_empty(factors, parts) if norm else first
+    run, shares = _schedule(factors, m, rows)
+    matrices = first.new_empty(own + cross + square, factors, shares, r, r)
     unbound = iter(matrices)
     made = [next(unbound) if wanted else first for wanted in (own, cross, square)]
     a, t = (first if x is None else x.contiguous() for x in (a, t))
     turns = first if turn is None else turn.contiguous()
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
-    _sums_kernel[(factors, parts)](
-        a, t, turns, *made, norms, m, r, run, parts, repeat,
-        R=_padded(r), ROWS=rows, TURN=turn is not None,
-        OWN=own, CROSS=cross, SQUARE=square, NORM=norm, PRECISION=PRECISION,
+    _sums_kernel[(factors, shares)](
+        a, t, turns, *made, m, r, run, shares, repeat,
+        R=padded(r), ROWS=rows, TURN=turn is not None,
+        OWN=own, CROSS=cross, SQUARE=square, PRECISION=PRECISION,
         num_warps=4, num_stages=2,
     )  # fmt: skip
-    added = matrices[:, :, 0] if parts == 1 else matrices.sum(2)
-    found = [x.view(*lead, r, r) for x in added]
-    return [*found, norms.sum(1).view(lead)] if norm else found
+    added = matrices[:, :, 0] if shares == 1 else matrices.sum(2)
+    return [x.view(*lead, r, r) for x in added]
+
+
+def square(t: Tensor, turn: Tensor | None = None) -> Tensor:
+    """``‖t turn‖²`` or ``‖t‖²`` of each factor (..., m, r), (...)."""
+    t = t.contiguous()
+    lead, (m, r) = t.shape[:-2], t.shape[-2:]
+    factors, rows, size = lead.numel(), 64, padded(t.shape[-1])
+    run, shares = _schedule(factors, m, rows)
+    cols = _columns(size)
+    norms = t.new_empty(factors, shares * (size // cols))
+    _square_kernel[(size // cols, factors, shares)](
+        t, t if turn is None else turn.contiguous(), norms, m, r, run,
+        1 if turn is None else factors // turn.shape[:-2].numel(),
+        R=size, ROWS=rows, COLS=cols, TURN=turn is not None, PRECISION=PRECISION,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return norms.sum(1).view(lead)
 
 
 def combine(
@@ -213,24 +286,29 @@ def combine(
     ``a`` itself for members not ``alive``. ``a`` and ``t`` are (..., m, r), coefficients
     (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
     """
+    size = padded(t.shape[-1])
+    cols = _columns(size)
+    if cols < size and a is not None and isinstance(c_t, Tensor):
+        # Inferred from profiles of whole steps on an H200: a launch with two products this large
+        # takes about four times as long as one with a single product. ``a`` itself, the largest
+        # term, is still added last.
+        turned = combine(None, None, t, c_t, plus=plus)
+        return combine(a, c_a, turned, 1.0, sign=sign, add_a=add_a, alive=alive)
     t = t.contiguous()
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
     factors, rows = lead.numel(), 64
-    run, parts = _schedule(factors, m, rows)
-    size, products = _padded(r), (a is not None) + isinstance(c_t, Tensor)
-    # Measured on an H200: two products of this size share what they load.
-    cols = 64 if size == 128 and products == 1 else size
+    run, shares = _schedule(factors, m, rows)
     out = torch.empty_like(t)
     left, right = (c.contiguous() if isinstance(c, Tensor) else t for c in (c_a, c_t))
     shared = (c.shape[:-2].numel() if isinstance(c, Tensor) else factors for c in (c_a, c_t))
     repeat_a, repeat_t = (factors // count for count in shared)
-    _combine_kernel[(size // cols, factors, parts)](
+    _combine_kernel[(size // cols, factors, shares)](
         t if a is None else a.contiguous(), left, t, right,
         t if plus is None else plus[0].contiguous(), t if alive is None else alive, out,
         m, r, run, repeat_a, repeat_t, 1 if alive is None else factors // alive.numel(),
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
         R=size, ROWS=rows, COLS=cols, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
-        PRECISION=PRECISION, num_warps=4, num_stages=2 if cols <= 64 else 1,
+        PRECISION=PRECISION, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -1,0 +1,42 @@
+"""How many members of a stack a step takes at once: as many as its temporary memory may hold."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+_WORKSPACE_BYTES = 2**30
+"""What the tall tensors of a step may take at once; a stack of more members goes in chunks."""
+_OF_FACTORS = 3
+"""On a GPU they may take this many times the factors instead, where that is more: a chunk costs the
+host some milliseconds of launches, and products of few members leave multiprocessors idle."""
+_OF_DEVICE = 1 / 16
+"""But never more than this share of the GPU's memory, which is there for models and activations:
+about 9 GB of an H200, 5 of an H100, 1.5 of a card with 24."""
+
+# Copies of a point that a step holds at its peak: point, gradient and what becomes of them; with
+# momentum that as well, what it is mixed into, and the new one.
+_ALIVE = 5
+_ALIVE_WITH_MOMENTUM = 8
+
+
+def chunks(members: int, size: int, device: torch.device, momentum: bool) -> list[slice]:
+    """All members, of so many bytes of factors each, in runs that stay inside the workspace."""
+    alive = _ALIVE_WITH_MOMENTUM if momentum else _ALIVE
+    parts = -(-members // max(1, _room(device, members * size) // (alive * size)))
+    run = -(-members // parts)
+    return [slice(k, min(k + run, members)) for k in range(0, members, run)]
+
+
+def _room(device: torch.device, factors: int) -> int:
+    """Bytes that a step on a stack of so many bytes of factors may take."""
+    if device.type != "cuda":
+        return _WORKSPACE_BYTES
+    most = int(_OF_DEVICE * _memory_of(device))
+    return max(_WORKSPACE_BYTES, min(_OF_FACTORS * factors, most))
+
+
+@cache
+def _memory_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
