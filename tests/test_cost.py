@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rankfold
 from rankfold import Factor, Grid
-from rankfold.geometries import GEOMETRIES, geometry_for
+from rankfold.geometries import GEOMETRIES, SCHATTEN, geometry_for
 from rankfold.geometries.base import Geometry
 
 from .watching import Denied, Deny, DenyReading, Watch, factors, second_step
@@ -233,8 +233,15 @@ def test_products_grow_with_the_heights_and_the_square_of_the_rank(
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("normalize", ["metric", "spectral", None])
-@pytest.mark.parametrize(("geometry", "shape", "retraction"), METHODS)
+@pytest.mark.parametrize(
+    ("geometry", "shape", "retraction", "normalize"),
+    [
+        (*method, normalize)
+        for method in METHODS
+        for normalize in ("metric", "spectral", None, "schatten-1", "schatten-inf")
+        if not (normalize or "").startswith("schatten") or method[0] in SCHATTEN
+    ],
+)
 @pytest.mark.usefixtures("as_on_a_device")
 def test_a_step_is_free_of_factorizations_and_synchronisations(
     geometry: str, shape: tuple[int, int], retraction: str, normalize: str | None, momentum: float

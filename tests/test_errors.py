@@ -165,7 +165,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         for c in (0.0, -1.0, math.nan, math.inf)
     ),
     ({"geometry": "stiefel"}, ("unknown geometry 'stiefel'", *GEOMETRIES)),
-    ({"normalize": "frobenius"}, ("normalize", "'metric', 'spectral' or None", "'frobenius'")),
+    (
+        {"normalize": "frobenius"},
+        ("normalize", "'metric', 'spectral', 'schatten-p'", "'frobenius'"),
+    ),
     (
         {"retraction": "exp"},
         ("grid 'pair'", "fixed-embedded has no retraction 'exp'", "1×1", "svd, orthographic"),

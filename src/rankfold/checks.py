@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .factors import Grid, describe
-from .geometries import GEOMETRIES, Pair, geometry_for
+from .geometries import GEOMETRIES, SCHATTEN, Pair, geometry_for
 from .linalg import frobenius, skew
+from .schatten import exponent
 
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
@@ -63,9 +64,27 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
         )
-    if options["normalize"] not in NORMALIZATIONS:
+    _check_normalization(options)
+
+
+def _check_normalization(options: Mapping[str, Any]) -> None:
+    normalize, geometry = options["normalize"], options["geometry"]
+    if normalize in NORMALIZATIONS:
+        return
+    p = exponent(normalize) if isinstance(normalize, str) else None
+    if p is None:
         raise ValueError(
-            f"normalize must be 'metric', 'spectral' or None, got {options['normalize']!r}"
+            "normalize must be 'metric', 'spectral', 'schatten-p' with a number p from 1 to inf, "
+            f"or None, got {normalize!r}"
+        )
+    if geometry not in SCHATTEN:
+        raise ValueError(
+            f"normalize={normalize!r} is there for {', '.join(SCHATTEN)}, not for {geometry}"
+        )
+    if options["capturable"] and p not in (1, 2, math.inf):
+        raise ValueError(
+            f"normalize={normalize!r} takes eigenvalues, which no graph can record: with "
+            "capturable=True p is 1, 2 or inf"
         )
 
 

@@ -20,6 +20,7 @@ from .geometries.embedded import EmbeddedGeometry
 from .geometries.stiefel import StiefelGeometry
 from .geometry_check import GeometryReport, check_geometry
 from .linalg import frobenius, skew, squared_norm, sym
+from .schatten import exponent
 
 if TYPE_CHECKING:
     from .optimizer import RiemannianSGD
@@ -65,14 +66,16 @@ def measure(
     # A skipped member made no step, whatever its scale would have been.
     skipped = outcome.events["skipped"]
     moved = outcome.scale.abs()
-    for what, vector in (("gradient", gradient), ("step", tangent)):
-        coords = geometry.coordinates(frame, vector)
+    step, p = geometry.coordinates(frame, tangent), exponent(options.normalize)
+    if p is not None:
+        step = geometry.steepest(frame, step, p, options.norm_floor)
+    for what, coords in (("gradient", geometry.coordinates(frame, gradient)), ("step", step)):
         for kind in ("metric", "spectral"):
             size = geometry.norm(frame, coords, kind)
             if what == "step":
                 size = torch.where(skipped, 0, size * moved)
             found[f"{what}_{kind}_norm"] = size
-    limit = geometry.step_limit(frame, geometry.coordinates(frame, tangent))
+    limit = geometry.step_limit(frame, step)
     if limit is not None:
         found["step_share"] = torch.where(skipped, 0, moved / limit)
     found["precision"] = torch.full_like(moved, torch.finfo(point.left.dtype).eps)

@@ -12,6 +12,7 @@ from .isometry_quotient import IsometryQuotient
 __all__ = [
     "EVENTS",
     "GEOMETRIES",
+    "SCHATTEN",
     "Geometry",
     "Outcome",
     "Pair",
@@ -30,6 +31,8 @@ _ALGORITHMS: dict[str, tuple[Geometry, Geometry]] = {
 }
 
 GEOMETRIES = tuple(_ALGORITHMS)
+# Those whose steps can be steepest under a Schatten norm.
+SCHATTEN = ("fixed-quotient",)
 
 
 def geometry_for(name: str, lefts: int, rights: int) -> Geometry:

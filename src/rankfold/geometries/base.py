@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import tall
+from .. import schatten, tall
 
 
 class Pair(NamedTuple):
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
     """What a step leaves: the new point, the momentum to keep, and what happened to whom.
 
     ``events`` maps some of `EVENTS` to ``(batch,)`` booleans. ``scale`` (batch,) is what the
-    tangent vector was multiplied by, for skipped members as well.
+    tangent vector, or the steepest direction, was multiplied by, for skipped members as well.
     """
 
     point: Pair
@@ -146,6 +146,13 @@ class Geometry(ABC):
     def spectral_norm(self, frame: Any, coords: Any) -> Tensor:
         """Largest singular value of the (stacked) tangent matrix downstairs, (batch,)."""
 
+    def steepest(self, frame: Any, coords: Any, p: float, floor: float) -> Any:
+        """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest.
+
+        ``floor`` bounds norms from below. Only of geometries in `SCHATTEN`.
+        """
+        raise NotImplementedError(f"{self.name} has no Schatten norms")
+
     @abstractmethod
     def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:
         """Move by ``scale`` (batch,) times the tangent vector."""
@@ -182,20 +189,23 @@ class Geometry(ABC):
             scale = scale * lr.clamp(max=LONGEST_CAPTURED)
         else:
             scale = scale * options.lr
-        if options.normalize is not None:
+        direction, p = coords, schatten.exponent(options.normalize)
+        if p is not None:
+            direction = self.steepest(frame, coords, p, options.norm_floor)
+        elif options.normalize is not None:
             norm = self.norm(frame, coords, options.normalize)
             # A finite gradient whose norm overflows would pass as a step of length zero.
             norm = torch.where(norm.isinf(), torch.nan, norm)
             scale = scale / norm.clamp_min(options.norm_floor)
         if options.trust_region is not None:
-            limit = self.step_limit(frame, coords)
+            limit = self.step_limit(frame, direction)
             if limit is not None:
                 limit = options.trust_region * limit
                 clipped = scale.abs() > limit
                 before = events.get("clipped")
                 events["clipped"] = clipped if before is None else clipped | before
                 scale = torch.minimum(torch.maximum(scale, -limit), limit)
-        landing = self.retract(frame, coords, scale, options)
+        landing = self.retract(frame, direction, scale, options)
         events["unconverged"] = landing.unconverged
         kept = None
         if momentum is not None:

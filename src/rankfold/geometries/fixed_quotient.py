@@ -4,6 +4,8 @@ Point           (A, B) upstairs, W = A Bᵀ downstairs; a grid is the one stacke
 Tangent         the horizontal lift (Ξ_A, Ξ_B) of Ξ = Ξ_A Bᵀ + A Ξ_Bᵀ.
 Metric          ⟨Ξ_A, H_A⟩ weighted by BᵀB plus ⟨Ξ_B, H_B⟩ weighted by AᵀA, unchanged by the gauge.
 Gradient        (G_A (BᵀB)⁻¹, G_B (AᵀA)⁻¹).
+Schatten norms  of the block-diagonal matrix of Ξ_A L_B and Ξ_B L_A, the least over all lifts of Ξ;
+                p = 2 is the metric.
 Retraction      additive: (A + Ξ_A, B + Ξ_B).
 Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B Λᵀ) with
                 Λ = ½ (A⁺ Ξ_A − Ξ_Bᵀ B⁺ᵀ).
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg, tall
+from .. import linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
@@ -107,6 +109,25 @@ class FixedQuotient(Geometry):
         right = tall.turned_grams(b, flatten_blocks(coords.vector.right), frame.left.lower)
         uc, vd = frame.left.inverse @ left.cross, frame.right.inverse @ right.cross
         return linalg.spectral_norm(left.square, uc, right.square, vd, 1, 1)
+
+    def steepest(
+        self, frame: GramFrame, coords: WeighedTangent, p: float, floor: float
+    ) -> WeighedTangent:
+        # The loss does not change along the gauge, so the steepest of all lifts is a lift of the
+        # steepest vector downstairs, and each factor finds its own.
+        partners = frame.right, frame.left
+        vectors = [flatten_blocks(x) for x in coords.vector]
+        grams = [tall.turned_gram(x, c.lower) for x, c in zip(vectors, partners, strict=True)]
+        found = schatten.directions(grams, p, floor)
+        made = (
+            tall.turn(x, c.lower @ direction @ c.inverse).view_as(old)
+            for x, c, direction, old in zip(vectors, partners, found, coords.vector, strict=True)
+        )
+        squares = (
+            linalg.squared_norm_weighted(direction, gram)
+            for direction, gram in zip(found, grams, strict=True)
+        )
+        return WeighedTangent(Pair(*made), *squares)
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.

@@ -1,0 +1,118 @@
+"""Steepest directions under Schatten norms, from Gram matrices alone.
+
+The Schatten-p norm of a matrix is the ℓᵖ norm of its singular values: p = 2 is Frobenius, p = ∞ the
+largest one. Of all D with ‖D‖_p ≤ 1, the one along which X lies furthest is X C, where C is a
+function of the r×r matrix XᵀX: for p = ∞ its inverse square root, so that X C has every singular
+value 1. No row of X is looked at.
+
+Several matrices that go by one norm together are blocks of one block-diagonal matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import linalg, tall
+from .linalg import identity_like, squared_norm, trace
+
+# Singular values below this share of the Frobenius norm count for less and less. In a gradient
+# they are noise, and in float32 a Gram matrix knows little of them: at this share the direction of
+# a matrix of rank 1 is still right to 1e-3, that of a full one to 1e-6. Muon's five steps, which
+# raise small values at most 485-fold, end about there too.
+_SMALLEST = 2.0**-8
+_SQUARINGS = {torch.float32: 24, torch.float64: 48}
+
+
+def exponent(normalize: str | None) -> float | None:
+    """p of ``"schatten-p"``, and None for every other normalization.
+
+    Raises ValueError if what follows "schatten-" is no number in [1, ∞].
+    """
+    if normalize is None or not normalize.startswith("schatten-"):
+        return None
+    try:
+        p = float(normalize.removeprefix("schatten-"))
+    except ValueError:
+        p = math.nan
+    if not p >= 1:
+        raise ValueError(
+            f"normalize={normalize!r}: give a number from 1 to inf, as in 'schatten-inf'"
+        )
+    return p
+
+
+def inverse_root(gram: Tensor) -> Tensor:
+    """``(gram + ridge)^(-1/2)`` of symmetric (..., r, r) with eigenvalues in [0, 1], by products.
+
+    The ridge is the square of what the smallest singular values count for. Newton–Schulz steps,
+    each scaled to what the one before it has left of the spectrum.
+    """
+    eye = identity_like(gram)
+    gram = (gram + _SMALLEST**2 * eye) / (1 + _SMALLEST**2)
+    root, inverse = gram, eye.expand_as(gram)
+    for stretch in _stretches(gram.dtype):
+        half_step = tall.add_product(1.5 * stretch * eye, inverse, root, alpha=-0.5 * stretch**3)
+        root, inverse = root @ half_step, half_step @ inverse
+    return linalg.sym(inverse)
+
+
+def _stretches(dtype: torch.dtype) -> Iterator[float]:
+    """Before each step σ(3 − σ²)/2, what brings the ends of the spectrum to the same distance."""
+    low = _SMALLEST
+    while 1 - low > torch.finfo(dtype).eps:
+        stretch = math.sqrt(3 / (1 + low + low**2))
+        yield stretch
+        low = stretch * low * (3 - (stretch * low) ** 2) / 2
+    yield 1.0
+
+
+def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
+    """C_b (batch, r, r) for which the blocks X_b C_b are the steepest direction, of norm 1.
+
+    ``grams`` are the X_bᵀX_b. Norms below ``floor`` count as the floor, so that zero stays zero.
+    """
+    total = torch.stack([trace(g) for g in grams]).sum(0).clamp_min(floor**2)
+    size = total.sqrt()[..., None, None]
+    if p == 2:
+        return [identity_like(g) / size for g in grams]
+    scaled = [g / size.square() for g in grams]
+    if p == math.inf:
+        return [inverse_root(g / _trace(g)) / (size * _trace(g).sqrt()) for g in scaled]
+    if p == 1:
+        return [c / size for c in _largest(scaled)]
+    return [c / size for c in _powers(scaled, p)]
+
+
+def _trace(gram: Tensor) -> Tensor:
+    """The trace (..., 1, 1) of a matrix scaled to traces of 1 and below, never 0."""
+    return trace(gram)[..., None, None].clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+
+
+def _largest(grams: list[Tensor]) -> list[Tensor]:
+    """For p = 1: all weight on the largest singular value, shared evenly if there are several."""
+    powers = grams
+    for _ in range(_SQUARINGS[grams[0].dtype]):
+        most = torch.stack([squared_norm(g, 2) for g in powers]).amax(0).sqrt()
+        scale = most.clamp_min(torch.finfo(most.dtype).tiny)[..., None, None]
+        powers = [(g / scale) @ (g / scale) for g in powers]
+    total = torch.stack([trace(g) for g in powers]).sum(0)[..., None, None]
+    shares = [g / total.clamp_min(torch.finfo(total.dtype).tiny) for g in powers]
+    value = torch.stack([(s * g).sum((-2, -1)) for s, g in zip(shares, grams, strict=True)]).sum(0)
+    value = value[..., None, None].clamp_min(torch.finfo(value.dtype).tiny).sqrt()
+    return [share / value for share in shares]
+
+
+def _powers(grams: list[Tensor], p: float) -> list[Tensor]:
+    """U Σ^(q−1) Vᵀ over the dual norm to the q − 1, by eigenvectors: the slow way."""
+    q = p / (p - 1)
+    found = [torch.linalg.eigh(g) for g in grams]
+    values = [v.clamp_min(torch.finfo(v.dtype).eps ** 2) for v, _ in found]
+    norm = torch.stack([(v ** (q / 2)).sum(-1) for v in values]).sum(0) ** ((q - 1) / q)
+    return [
+        (vectors * (v ** ((q - 2) / 2) / norm[..., None])[..., None, :]) @ vectors.mT
+        for v, (_, vectors) in zip(values, found, strict=True)
+    ]
