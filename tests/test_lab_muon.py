@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -319,6 +320,29 @@ def test_a_step_waits_for_nothing(name: str) -> None:
     differentiate(model)
     with Deny(), DenyReading():
         optimizer.step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_graph_has_recorded_stays_in_place(name: str) -> None:
+    model = decoder(4, 2, dtype=torch.bfloat16)
+    optimizer, _ = build(model, OptimizerConfig(name, momentum=MOMENTUM), graph=True)
+    assert isinstance(optimizer, Muon)
+    assert optimizer.masters is not None
+
+    def addresses() -> list[int]:
+        assert isinstance(optimizer.lr, Tensor)
+        buffers = [*optimizer.momenta.values(), *(optimizer.masters or {}).values()]
+        return [x.data_ptr() for x in (optimizer.lr, *buffers, *model.parameters())]
+
+    before = addresses()
+    kept = copy.deepcopy(optimizer.state_dict())
+    differentiate(model)
+    optimizer.set_lr(0.5)
+    optimizer.step()
+    assert float(optimizer.lr) == 0.5
+    optimizer.load_state_dict(kept)
+    assert addresses() == before
+    assert not any(x.any() for x in optimizer.momenta.values())
 
 
 # Runs --------------------------------------------------------------------------------------------
