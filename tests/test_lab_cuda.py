@@ -47,6 +47,8 @@ VARIANTS: list[dict[str, Any]] = [
         "training__accumulate": 2,
         "training__clip": 1.0,
     },
+    {"optimizer__name": "muon", "optimizer__momentum": 0.9},
+    {"optimizer__name": "whitened", "optimizer__momentum": 0.9, "optimizer__masters": False},
 ]
 
 

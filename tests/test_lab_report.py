@@ -285,6 +285,15 @@ def test_curves_have_the_papers_columns(full: tuple[Path, list[Path]]) -> None:
     assert steps == [1, 20, 40, 60, 80, 100]
 
 
+def test_other_optimizers_stand_behind_the_papers(tmp_path: Path) -> None:
+    for name in ("whitened", "muon", "frozen", "isometry-canonical", "adamw"):
+        fake_run(tmp_path / "runs", name, 0, 4.0)
+    write_report(read_runs(tmp_path / "runs"), tmp_path / "report")
+    columns = ["step", "adamw", "partial_canonical", "frozen", "muon", "whitened"]
+    assert list(read(tmp_path / "report/tables/mha_valid.csv")[0]) == columns
+    assert ">Muon<" in text_of(tmp_path / "report")
+
+
 def test_the_page_is_in_order_and_asks_for_nothing(full: tuple[Path, list[Path]]) -> None:
     page = text_of(full[0])
     headings = re.findall(r"<h2>(.*?)</h2>", page)

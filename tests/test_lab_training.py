@@ -54,7 +54,7 @@ def test_options_are_read_from_text_and_keys_follow_them() -> None:
         ({"training.steps": 1.5}, "whole number"),
         ({"training.steps": 0}, "at least 1"),
         ({"model.rope": "maybe"}, "true or false"),
-        ({"optimizer.name": "sgd"}, "one of adamw, frozen, fixed-embedded"),
+        ({"optimizer.name": "sgd"}, "one of adamw, muon, whitened, frozen, fixed-embedded"),
         ({"optimizer.momentum": 1}, r"in \[0, 1\)"),
         ({"training.annealing": "exp"}, "one of none, linear, cosine"),
         ({"training.graph": True, "training.diagnostics_every": 5}, "measures nothing on the way"),

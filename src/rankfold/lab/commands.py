@@ -86,7 +86,8 @@ def _say(value: object) -> None:
 def train(
     preset_name: Preset = "tiny",
     optimizer: Annotated[
-        str | None, typer.Option(help="Of the attention weights: adamw, frozen or a geometry.")
+        str | None,
+        typer.Option(help="Of the attention weights: adamw, muon, whitened, frozen or a geometry."),
     ] = None,
     lr: Annotated[str | None, typer.Option(help="Its learning rate, like 0.01 or 2^-8.")] = None,
     other_lr: Annotated[str | None, typer.Option(help="AdamW's, on all other weights.")] = None,

@@ -14,7 +14,7 @@ from ..geometries import GEOMETRIES
 from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
-OPTIMIZERS = ("adamw", "frozen", *GEOMETRIES)
+OPTIMIZERS = ("adamw", "muon", "whitened", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
 
 
@@ -22,9 +22,11 @@ ANNEALINGS = ("none", "linear", "cosine")
 class OptimizerConfig:
     """Who updates the query, key, value and output weights, and AdamW on all others.
 
-    ``name`` is "adamw", "frozen" (they stay as they began) or a geometry. ``normalize`` is
-    "metric", "spectral" or "none"; an empty ``retraction`` is the geometry's own. ``masters``
-    keeps float32 copies of bfloat16 weights between steps; without, every step is rounded.
+    ``name`` is "adamw", "muon" (on each head's factors), "whitened" (Muon on pairs of them, see
+    `lab/muon.py`), "frozen" (they stay as they began) or a geometry. ``momentum`` is Muon's, too,
+    and ``weight_decay`` that of AdamW and Muon. ``normalize``, "metric", "spectral" or "none", and
+    ``retraction`` are for geometries; an empty one is the geometry's own. ``masters`` keeps
+    float32 copies of bfloat16 weights between steps; without, every step is rounded.
     """
 
     name: str = "adamw"

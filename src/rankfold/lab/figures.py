@@ -33,7 +33,10 @@ _STYLES: dict[str, tuple[str, str]] = {
     "isometry-quotient": ("#d90000", "--"),
     "isometry-canonical": ("#800080", "--"),
     "frozen": ("#8c8c8c", ":"),
+    "muon": ("#7a4a21", "-."),
+    "whitened": ("#00a0e0", "-."),
 }
+_LABELS = {ADAMW: "AdamW", "muon": "Muon"}
 _OTHER_STYLE = ("#00808c", "-.")
 _DASHES = {"metric": "-", "none": "--", "spectral": "-."}
 _MARKERS = "os^Dv*"
@@ -69,7 +72,7 @@ Drawn = tuple[str, str, Figure]  # name, caption, figure
 
 def label(optimizer: str) -> str:
     """The optimizer's name to readers."""
-    return "AdamW" if optimizer == ADAMW else optimizer
+    return _LABELS.get(optimizer, optimizer)
 
 
 def rate(value: Any) -> str:

@@ -13,15 +13,15 @@ from ..geometries.base import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from .config import OptimizerConfig
 from .model import Decoder
+from .muon import Muon, Whitened
 
 
 class Stepper(Protocol):
-    """What the training loop needs of an optimizer.
+    """What the training loop needs of an optimizer."""
 
-    One that is ``capturable`` can be recorded into a CUDA graph.
-    """
-
-    capturable: bool
+    @property
+    def capturable(self) -> bool:
+        """Whether it can be recorded into a CUDA graph."""
 
     def step(self) -> None:
         """Update the weights from their gradients."""
@@ -167,4 +167,11 @@ def build(
         return None, rest
     if config.name == "adamw":
         return WideAdamW(attention, config.lr, decay, masters, graph), rest
+    if config.name in ("muon", "whitened"):
+        kind = Muon if config.name == "muon" else Whitened
+        rate = _rate(config.lr, attention[0], graph)
+        muon = kind(
+            model.grids(), rate, momentum=config.momentum, weight_decay=decay, masters=masters
+        )
+        return muon, rest
     return Riemannian(model, config, graph), rest
