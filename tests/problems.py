@@ -30,6 +30,7 @@ class Case:
     start: str = "balanced"  # balanced, left, right, orthonormal: who carries the spread
     norm_floor: float = 2**-23
     decay: float = 1.0  # of the learning rate, a step
+    nesterov: bool = dataclasses.field(default=False, repr=False)  # the same problem with it
 
     def __str__(self) -> str:
         """The test id: the geometry, then whatever is not left at its default."""

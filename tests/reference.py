@@ -115,8 +115,10 @@ class Reference:
         normalize: str | None = "metric",
         norm_floor: float = 2**-23,
         retraction: str | None = None,
+        nesterov: bool = False,
     ) -> None:
         self.geometry = geometry
+        self.nesterov = nesterov
         self.heights = [a.shape[0] for a in A]
         self.widths = [b.shape[0] for b in B]
         self.m, self.n, self.r = sum(self.heights), sum(self.widths), A[0].shape[1]
@@ -314,6 +316,10 @@ class Reference:
 
     def step(self, grad: Sequence[Sequence[Tensor]]) -> None:
         """One iteration: gradient, momentum, normalization, retraction, transport."""
-        self.M = self.momentum * self.M + (1 - self.momentum) * self.gradient(grad)
-        self.move_to(*self.retract(-self.lr * self.M / self.divisor(self.M)))
+        gradient = self.gradient(grad)
+        self.M = self.momentum * self.M + (1 - self.momentum) * gradient
+        along = self.M
+        if self.nesterov:
+            along = self.momentum * self.M + (1 - self.momentum) * gradient
+        self.move_to(*self.retract(-self.lr * along / self.divisor(along)))
         self.M = self.transport(self.M)

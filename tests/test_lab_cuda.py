@@ -41,6 +41,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"optimizer__name": "isometry-quotient", "optimizer__lr": 2.0**-4},
     {"optimizer__name": "isometry-quotient", "optimizer__lr": 1.0},
     {
+        "optimizer__name": "fixed-quotient",
+        "optimizer__normalize": "schatten-inf",
+        "optimizer__momentum": 0.9,
+    },
+    {
         "optimizer__name": "fixed-embedded",
         "optimizer__masters": False,
         "optimizer__momentum": 0.5,

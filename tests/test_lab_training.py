@@ -45,6 +45,14 @@ def test_options_are_read_from_text_and_keys_follow_them() -> None:
         assert from_dict(json.loads(json.dumps(preset(name).as_dict()))) == preset(name)
 
 
+def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
+    config = preset("paper").with_options({"optimizer.lr": 0.5})
+    older = config.as_dict()
+    del older["optimizer"]["nesterov"], older["training"]["graph"]
+    assert from_dict(older).key == config.key
+    assert config.key != preset("paper").key
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -56,6 +64,12 @@ def test_options_are_read_from_text_and_keys_follow_them() -> None:
         ({"model.rope": "maybe"}, "true or false"),
         ({"optimizer.name": "sgd"}, "one of adamw, muon, whitened, frozen, fixed-embedded"),
         ({"optimizer.momentum": 1}, r"in \[0, 1\)"),
+        ({"optimizer.normalize": "l2"}, "one of metric, spectral, none"),
+        ({"optimizer.normalize": "schatten-0"}, "a number from 1 to inf"),
+        (
+            {"optimizer.name": "isometry-quotient", "optimizer.normalize": "schatten-inf"},
+            "is for fixed-quotient",
+        ),
         ({"training.annealing": "exp"}, "one of none, linear, cosine"),
         ({"training.graph": True, "training.diagnostics_every": 5}, "measures nothing on the way"),
     ],

@@ -9,6 +9,7 @@ smallest nonzero singular value of the blocks at the start, inside the domain of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ def expected(case: Case) -> Expected:
         normalize=case.normalize,
         norm_floor=case.norm_floor,
         retraction=case.retraction,
+        nesterov=case.nesterov,
     )
     start = reference.W
     loss = Loss(start, case.rank, generator)
@@ -109,6 +111,7 @@ def library_trajectory(case: Case, want: Expected, dtype: torch.dtype) -> Iterat
         normalize=case.normalize,
         norm_floor=case.norm_floor,
         retraction=case.retraction,
+        nesterov=case.nesterov,
     )
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -164,6 +167,18 @@ OPTIONS = [
 
 @parametrize(OPTIONS, BOTH)
 def test_every_option_on_every_grid(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype)
+
+
+@parametrize(
+    [
+        dataclasses.replace(case, nesterov=True)
+        for case in OPTIONS
+        if case.normalize is not None and case.momentum > 0
+    ],
+    BOTH,
+)
+def test_nesterov(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 

@@ -37,6 +37,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"lr must be finite and not negative, got {lr}")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if options["nesterov"] and not momentum:
+        raise ValueError("nesterov=True needs a momentum above 0")
     if not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"norm_floor must be finite and positive, got {floor}")
     if options["capturable"]:

@@ -63,6 +63,9 @@ def measure(
             torch.lerp(carried.left, gradient.left, weight),
             torch.lerp(carried.right, gradient.right, weight),
         )
+        if options.nesterov:
+            pairs = zip(tangent, gradient, strict=True)
+            tangent = Pair(*(torch.lerp(m, g, weight) for m, g in pairs))
     # A skipped member made no step, whatever its scale would have been.
     skipped = outcome.events["skipped"]
     moved = outcome.scale.abs()

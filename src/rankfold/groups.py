@@ -62,5 +62,6 @@ def step_options(group: dict[str, Any], geometry: Geometry, largest: float) -> S
         trust_region=group["trust_region"],
         rank_floor=group["rank_floor"],
         capturable=group["capturable"],
+        nesterov=group["nesterov"],
         largest=largest,
     )

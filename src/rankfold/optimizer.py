@@ -39,6 +39,7 @@ class RiemannianSGD(Optimizer):
         geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
             ``"isometry-quotient"`` or ``"isometry-canonical"``.
         momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
+        nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
             of the tangent matrix, of the stacked matrix for a grid), None, or, for
             ``fixed-quotient``, ``"schatten-p"``: not the gradient scaled, but the direction of
@@ -78,6 +79,7 @@ class RiemannianSGD(Optimizer):
         *,
         geometry: str,
         momentum: float = 0.0,
+        nesterov: bool = False,
         normalize: str | None = "metric",
         norm_floor: float = 2**-23,
         retraction: str | None = None,
@@ -93,6 +95,7 @@ class RiemannianSGD(Optimizer):
             "lr": lr,
             "geometry": geometry,
             "momentum": momentum,
+            "nesterov": nesterov,
             "normalize": normalize,
             "norm_floor": norm_floor,
             "retraction": retraction,

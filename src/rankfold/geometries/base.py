@@ -49,6 +49,7 @@ class StepOptions:
     trust_region: float | None = None
     rank_floor: float = 0.0
     capturable: bool = False
+    nesterov: bool = False
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
 
     @property
@@ -168,6 +169,10 @@ class Geometry(ABC):
         """The momentum to keep, before `arrive`; ``tangent`` and ``coords`` are one vector."""
         return tangent
 
+    def follow(self, frame: Any, tangent: Pair, landing: Landing) -> Pair:
+        """The same for a momentum ``tangent`` that is not the vector the step went along."""
+        return tangent
+
     def norm(self, frame: Any, coords: Any, kind: str) -> Tensor:
         """The ``"metric"`` or ``"spectral"`` norm, (batch,)."""
         measure = self.spectral_norm if kind == "spectral" else self.metric_norm
@@ -180,7 +185,10 @@ class Geometry(ABC):
             tangent = self.gradient(frame, grad, options.gradient_repair)
         else:
             tangent = self.mix(frame, grad, momentum, options.momentum, options.gradient_repair)
-        coords = self.coordinates(frame, tangent)
+        ahead = tangent
+        if momentum is not None and options.nesterov:
+            ahead = self.mix(frame, grad, tangent, options.momentum, options.gradient_repair)
+        coords = self.coordinates(frame, ahead)
         scale = tangent.left.new_full((tangent.left.shape[0],), 1.0 if options.maximize else -1.0)
         events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}
         if self.isometry and options.capturable and options.normalize is not None:
@@ -208,8 +216,10 @@ class Geometry(ABC):
         landing = self.retract(frame, direction, scale, options)
         events["unconverged"] = landing.unconverged
         kept = None
-        if momentum is not None:
+        if momentum is not None and ahead is tangent:
             kept = self.depart(frame, coords, tangent, landing)
+        elif momentum is not None:
+            kept = self.follow(frame, tangent, landing)
         # A NaN or infinity in a gradient reaches all of its own member through the norm or the
         # products, and no other.
         happened = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg, tall
-from .base import Geometry, Pair
+from .base import Geometry, Landing, Pair, flatten_blocks
 
 
 class Side(NamedTuple):
@@ -39,6 +39,13 @@ class Side(NamedTuple):
             u if self.to_u is None else self.to_u @ u,
             x if self.to_x is None else self.to_x @ x,
         )
+
+    def overlaps(self, new: Tensor) -> tuple[Tensor, Tensor]:
+        """UᵀN and XᵀN for a tall N (batch, m, r)."""
+        u, x = tall.overlap(self.a, new), tall.overlap(self.t, new)
+        u = u if self.to_u is None else self.to_u.mT @ u
+        x = x if self.to_x is None else self.to_x.mT @ x
+        return u, tall.add_product(x, self.inner.mT, u, alpha=-1.0)
 
     def combine(self, u: Tensor, x: Tensor) -> Tensor:
         """U u + X x."""
@@ -111,3 +118,16 @@ class EmbeddedGeometry(Geometry):
             left_u, left_x = left_u - new.u @ out, left_x - new.x @ out
             right_v, right_y = right_v - new.v @ out, right_y - new.y @ out
         return Pair(coords.left.combine(left_u, left_x), coords.right.combine(right_v, right_y))
+
+    def follow(self, frame: Any, tangent: Pair, landing: Landing) -> Pair:
+        # What `carry` does, but the new factors are no combinations of this vector's parts.
+        coords = self.coordinates(frame, tangent)
+        new_a, new_b = map(flatten_blocks, landing.point)
+        (u, x), (v, y) = coords.left.overlaps(new_a), coords.right.overlaps(new_b)
+        inner = coords.k @ v + y
+        left = coords.left.combine(inner, v)
+        right = coords.right.combine(coords.k.mT @ u + x, u)
+        if self.isometry:
+            out = linalg.sym(u.mT @ inner + x.mT @ v)
+            left, right = tall.subtract(left, new_a, out), tall.subtract(right, new_b, out)
+        return Pair(left.view_as(tangent.left), right.view_as(tangent.right))

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from ..geometries import GEOMETRIES
+from ..geometries import GEOMETRIES, SCHATTEN
+from ..schatten import exponent
 from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
 OPTIMIZERS = ("adamw", "muon", "whitened", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
+NORMALIZATIONS = ("metric", "spectral", "none")  # and schatten-p
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,17 @@ class OptimizerConfig:
 
     ``name`` is "adamw", "muon" (on each head's factors), "whitened" (Muon on pairs of them, see
     `lab/muon.py`), "frozen" (they stay as they began) or a geometry. ``momentum`` is Muon's, too,
-    and ``weight_decay`` that of AdamW and Muon. ``normalize``, "metric", "spectral" or "none", and
-    ``retraction`` are for geometries; an empty one is the geometry's own. ``masters`` keeps
-    float32 copies of bfloat16 weights between steps; without, every step is rounded.
+    and ``weight_decay`` that of AdamW and Muon. ``nesterov``, ``normalize`` ("metric", "spectral",
+    "none" or, for fixed-quotient, "schatten-p") and ``retraction`` are for geometries; an empty
+    one is the geometry's own. ``masters`` keeps float32 copies of bfloat16 weights between steps;
+    without, every step is rounded.
     """
 
     name: str = "adamw"
     lr: float = 2.0**-12
     other_lr: float = 2.0**-10
     momentum: float = 0.0
+    nesterov: bool = False
     normalize: str = "metric"
     norm_floor: float = 2.0**-23
     retraction: str = ""
@@ -88,10 +92,16 @@ class RunConfig:
 
     @property
     def key(self) -> str:
-        """A name that is the same for the same run, and readable in front."""
+        """A name that is the same for the same run, and readable in front.
+
+        Made from what differs from the defaults, so that a version with further options still
+        finds the runs of an earlier one.
+        """
         plain = {
-            group: {n: v for n, v in options.items() if (group, n) not in WITHOUT_INFLUENCE}
+            f"{group}.{name}": value
             for group, options in self.as_dict().items()
+            for name, value in options.items()
+            if (group, name) not in WITHOUT_INFLUENCE and value != _DEFAULTS[group][name]
         }
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:10]
         kind = "mha" if self.model.kv_heads == self.model.heads else "gqa"
@@ -162,7 +172,10 @@ def _number(value: Any) -> float:
 def _check(config: RunConfig) -> None:
     optimizer, training = config.optimizer, config.training
     _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
-    _one_of("optimizer.normalize", optimizer.normalize, ("metric", "spectral", "none"))
+    if exponent(optimizer.normalize) is None:
+        _one_of("optimizer.normalize", optimizer.normalize, NORMALIZATIONS)
+    elif optimizer.name in GEOMETRIES and optimizer.name not in SCHATTEN:
+        raise ValueError(f"optimizer.normalize {optimizer.normalize} is for {', '.join(SCHATTEN)}")
     _one_of("training.annealing", training.annealing, ANNEALINGS)
     if not 0 <= optimizer.momentum < 1:
         raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
@@ -179,6 +192,9 @@ def _check(config: RunConfig) -> None:
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+
+
+_DEFAULTS = RunConfig().as_dict()
 
 
 def _paper(model: str) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from ..geometries import is_isometry
 from ..geometries.base import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
+from ..schatten import exponent
 from .config import OptimizerConfig
 from .model import Decoder
 from .muon import Muon, Whitened
@@ -98,18 +100,21 @@ class WideAdamW:
 class Riemannian:
     """rankfold's optimizer on the grids of a model.
 
-    Isometries take longer normalized steps than a graph can, so those are not capturable.
+    Isometries take longer normalized steps than a graph can, and some Schatten norms want
+    eigenvalues, so those are not capturable.
     """
 
     def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
         bounded = is_isometry(config.name) and config.normalize != "none"
-        self.capturable = graph and not (bounded and config.lr > LONGEST_CAPTURED)
+        by_products = exponent(config.normalize) in (None, 1, 2, math.inf)
+        self.capturable = graph and by_products and not (bounded and config.lr > LONGEST_CAPTURED)
         self.inner = RiemannianSGD(
             model.grids(),
             _rate(config.lr, model.embedding.weight, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
+            nesterov=config.nesterov,
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
