@@ -23,8 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rankfold
 from rankfold import Factor, Grid
-from rankfold.geometries import GEOMETRIES, SCHATTEN, geometry_for
+from rankfold.geometries import GEOMETRIES, geometry_for
 from rankfold.geometries.base import Geometry
+from rankfold.schatten import exponent
 
 from .watching import Denied, Deny, DenyReading, Watch, factors, second_step
 
@@ -239,7 +240,7 @@ def test_products_grow_with_the_heights_and_the_square_of_the_rank(
         (*method, normalize)
         for method in METHODS
         for normalize in ("metric", "spectral", None, "schatten-1", "schatten-inf")
-        if not (normalize or "").startswith("schatten") or method[0] in SCHATTEN
+        if (p := exponent(normalize)) is None or geometry_for(method[0], *method[1]).has_schatten(p)
     ],
 )
 @pytest.mark.usefixtures("as_on_a_device")

@@ -41,10 +41,11 @@ class RiemannianSGD(Optimizer):
         momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
         nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
-            of the tangent matrix, of the stacked matrix for a grid), None, or, for
-            ``fixed-quotient``, ``"schatten-p"``: not the gradient scaled, but the direction of
-            steepest descent under a Schatten norm, 1 ≤ p ≤ ``inf``. ``"schatten-inf"`` gives every
-            singular value of the step the same size, as Muon does to a matrix that is no product.
+            of the tangent matrix, of the stacked matrix for a grid), None, or
+            ``"schatten-inf"``: not the gradient scaled, but the direction of steepest descent
+            when steps are measured by their largest singular value, which gives every singular
+            value of a step about the same size, as Muon does to a matrix that is no product.
+            ``fixed-quotient`` has ``"schatten-p"`` for all 1 ≤ p ≤ ``inf``.
         norm_floor: c > 0; steps are divided by max(norm, c).
         retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single

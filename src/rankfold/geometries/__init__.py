@@ -12,7 +12,6 @@ from .isometry_quotient import IsometryQuotient
 __all__ = [
     "EVENTS",
     "GEOMETRIES",
-    "SCHATTEN",
     "Geometry",
     "Outcome",
     "Pair",
@@ -31,8 +30,6 @@ _ALGORITHMS: dict[str, tuple[Geometry, Geometry]] = {
 }
 
 GEOMETRIES = tuple(_ALGORITHMS)
-# Those whose steps can be steepest under a Schatten norm.
-SCHATTEN = ("fixed-quotient",)
 
 
 def geometry_for(name: str, lefts: int, rights: int) -> Geometry:

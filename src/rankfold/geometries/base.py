@@ -147,12 +147,16 @@ class Geometry(ABC):
     def spectral_norm(self, frame: Any, coords: Any) -> Tensor:
         """Largest singular value of the (stacked) tangent matrix downstairs, (batch,)."""
 
+    def has_schatten(self, p: float) -> bool:
+        """Whether a step can be the steepest under the Schatten-p norm."""
+        return False
+
     def steepest(self, frame: Any, coords: Any, p: float, floor: float) -> Any:
         """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest.
 
-        ``floor`` bounds norms from below. Only of geometries in `SCHATTEN`.
+        ``floor`` bounds norms from below. Only where `has_schatten` says so.
         """
-        raise NotImplementedError(f"{self.name} has no Schatten norms")
+        raise NotImplementedError(f"{self.name} has no Schatten-{p:g} norm")
 
     @abstractmethod
     def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:
@@ -216,7 +220,7 @@ class Geometry(ABC):
         landing = self.retract(frame, direction, scale, options)
         events["unconverged"] = landing.unconverged
         kept = None
-        if momentum is not None and ahead is tangent:
+        if momentum is not None and ahead is tangent and p is None:
             kept = self.depart(frame, coords, tangent, landing)
         elif momentum is not None:
             kept = self.follow(frame, tangent, landing)

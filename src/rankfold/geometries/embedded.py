@@ -5,16 +5,19 @@ Coordinates     a tangent vector or momentum M is kept as (M B, Mᵀ A): the sha
 Metric          ⟨Ξ, H⟩ Frobenius, ‖Ξ‖² = ‖K‖² + ‖X‖² + ‖Y‖².
 Gradient        orthogonal projection of the gradient of W, in these coordinates (G_A, G_B).
 Transport       orthogonal projection at the new point: (M B', Mᵀ A').
+Schatten norm   p = ∞: the largest singular value of Ξ.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import linalg, tall
+from .. import linalg, schatten, tall
 from .base import Geometry, Landing, Pair, flatten_blocks
 
 
@@ -99,6 +102,34 @@ class EmbeddedGeometry(Geometry):
     def spectral_norm(self, frame: object, coords: TangentXKY) -> Tensor:
         cc = coords.k.mT @ coords.k + coords.xx
         return linalg.spectral_norm(cc, coords.k, coords.yy, torch.zeros_like(coords.k), 1, 1)
+
+    def has_schatten(self, p: float) -> bool:
+        return p == math.inf
+
+    @abstractmethod
+    def triangles(self, frame: Any) -> tuple[Tensor, Tensor]:
+        """R_A and R_B (batch, r, r) with A = U R_A, B = V R_B."""
+
+    def steepest(self, frame: Any, coords: TangentXKY, p: float, floor: float) -> TangentXKY:
+        # Ξ is the core [[K, Yᵀ], [X, 0]] between the frames (U, X) and (V, Y) made orthonormal.
+        x, y = schatten.roots(coords.xx), schatten.roots(coords.yy)
+        r, zero = coords.k.shape[-1], torch.zeros_like(coords.k)
+        top, bottom = torch.cat([coords.k, y.root], -1), torch.cat([x.root, zero], -1)
+
+        def normal(core: Tensor) -> Tensor:
+            inner = linalg.sym(core[..., :r, :r]) if self.isometry else zero
+            outer = core[..., r:, r:]
+            return torch.cat([torch.cat([inner, zero], -1), torch.cat([zero, outer], -1)], -2)
+
+        found = schatten.steepest_tangent(torch.cat([top, bottom], -2), normal, floor)
+        k, to_x, to_y = found[..., :r, :r], found[..., r:, :r], found[..., :r, r:].mT
+        r_a, r_b = self.triangles(frame)
+        made = (
+            coords.left.combine(k @ r_b, x.inverse @ to_x @ r_b),
+            coords.right.combine(k.mT @ r_a, y.inverse @ to_y @ r_a),
+        )
+        direction: TangentXKY = self.coordinates(frame, Pair(*(side[:, None] for side in made)))
+        return direction
 
     def matrix(self, coords: TangentXKY) -> Tensor:
         """The tangent vector as a matrix (batch, I·m, J·n): for checks, never in a step."""

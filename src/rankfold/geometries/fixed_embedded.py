@@ -80,6 +80,9 @@ class FixedEmbedded(EmbeddedGeometry):
         right = Side(b, t_b, other.inverse, one.inverse, inner_b, other.gram)
         return TangentXKY(left, right, k, xx, yy, square)
 
+    def triangles(self, frame: PairFrame) -> tuple[Tensor, Tensor]:
+        return frame.left.triangle, frame.right.triangle
+
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
         left, right = (linalg.cholesky(tall.gram(x)).inverse for x in frame.point)

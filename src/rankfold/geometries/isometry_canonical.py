@@ -21,6 +21,7 @@ class IsometryCanonical(StiefelGeometry):
     """See the header of this file."""
 
     name = "isometry-canonical"
+    inner_weight = 0.5
 
     def correction(self, i: int, j: int) -> Correction:
         return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))

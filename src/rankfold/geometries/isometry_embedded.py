@@ -48,6 +48,10 @@ class IsometryEmbedded(EmbeddedGeometry):
         k = skew(k_left - k_right) / 2
         return TangentXKY(left, right, k, xx, yy, squared_length(k, xx, yy))
 
+    def triangles(self, frame: Pair) -> tuple[Tensor, Tensor]:
+        one = linalg.identity_like(frame.left[..., : frame.left.shape[-1], :])
+        return one, one
+
     def step_limit(self, frame: Pair, coords: TangentXKY) -> Tensor:
         return 1 / self.spectral_norm(frame, coords)  # ‖Ξ‖₂ < 1
 
@@ -135,6 +139,9 @@ class IsometryEmbeddedGrid(StiefelGeometry):
     """The hybrid for grids larger than 1×1; see the header of this file."""
 
     name = "isometry-embedded"
+
+    def has_schatten(self, p: float) -> bool:
+        return False  # the metric is downstairs, and no factor can find its direction alone
 
     def correction(self, i: int, j: int) -> Correction:
         # Σ skew U_iᵀG_Ui and −Σ skew V_jᵀG_Vj are one matrix for a loss of the products. Where they

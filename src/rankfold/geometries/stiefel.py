@@ -7,17 +7,20 @@ Tangent         (Ξ_Ui, Ξ_Vj) with U_iᵀΞ_Ui and V_jᵀΞ_Vj skew, horizontal
 Retractions     factor by factor. polar: (U + Ξ)((U + Ξ)ᵀ(U + Ξ))^(-1/2), independent of the gauge;
                 qr: the Q factor with a positive diagonal of R.
 Transport       projection at the new point, onto the tangent space and then the horizontal one.
+Schatten norm   p = ∞: the largest singular value of any √J (√w UᵀΞ_U; what is orthogonal to U),
+                likewise for V, with w = 1 or, canonical, ½; the least over all lifts.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, tall
+from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew, sym
 from ..tall import Grams, Plus
 from .base import Geometry, Landing, Pair, StepOptions
@@ -86,6 +89,7 @@ class StiefelGeometry(Geometry):
 
     isometry = True
     retractions = ("polar", "qr")
+    inner_weight = 1.0  # of UᵀΞ in the metric, beside what of Ξ is orthogonal to U
 
     @abstractmethod
     def correction(self, i: int, j: int) -> Correction:
@@ -137,6 +141,30 @@ class StiefelGeometry(Geometry):
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
         u, v = frame.point
         return StiefelTangent(_side(u, tangent.left), _side(v, tangent.right))
+
+    def has_schatten(self, p: float) -> bool:
+        return p == math.inf
+
+    def steepest(
+        self, frame: StiefelFrame, coords: StiefelTangent, p: float, floor: float
+    ) -> StiefelTangent:
+        # The loss does not change along common rotations, so each factor finds its own direction.
+        left = self._steepest(coords.left, floor * frame.j**-0.5) * frame.j**-0.5
+        right = self._steepest(coords.right, floor * frame.i**-0.5) * frame.i**-0.5
+        return self.coordinates(frame, Pair(left, right))
+
+    def _steepest(self, side: Side, floor: float) -> Tensor:
+        """U Ω + X x (batch, blocks, m, r) for Ξ = U K + X, of the core (√w Ω; X) with skew Ω."""
+        k, r, weight = skew(side.cross()), side.u.shape[-1], self.inner_weight**0.5
+        x = schatten.roots(side.square() - k.mT @ k)
+        zero = torch.zeros_like(k)
+        found = schatten.steepest_tangent(
+            torch.cat([weight * k, x.root], -2),
+            lambda core: torch.cat([sym(core[..., :r, :]), zero], -2),
+            floor,
+        )
+        inner, to_x = found[..., :r, :] / weight, x.inverse @ found[..., r:, :]
+        return tall.combine(side.u, inner - k @ to_x, side.xi, to_x)
 
     def spectral_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return linalg.spectral_norm(
