@@ -436,3 +436,26 @@ def test_a_member_whose_gradient_is_not_finite_stays(geometry: str) -> None:
     after = problem.product().detach()
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
+
+
+@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g.startswith("isometry")])
+def test_nothing_is_skipped_at_an_optimum(geometry: str) -> None:
+    """Where steps too long go back and forth, and what is left of a gradient may be rounding."""
+    generator = torch.Generator().manual_seed(6)
+    left, right, target = (torch.randn(m, 8, generator=generator) for m in (20, 16, 20))
+    params = [nn.Parameter(torch.linalg.qr(x).Q) for x in (left, right)]
+    optimizer = rankfold.RiemannianSGD(
+        rankfold.Grid(*params),
+        0.2,
+        geometry=geometry,
+        normalize="schatten-inf",
+        momentum=0.9,
+        nesterov=True,
+    )
+    for _ in range(80):
+        optimizer.zero_grad()
+        (params[0] @ params[1].mT * (target @ right.mT)).sum().backward()
+        optimizer.step()
+    assert not optimizer.counts()
+    for x in params:
+        assert (x.mT @ x - torch.eye(8)).abs().max() < 1e-6

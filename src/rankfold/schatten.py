@@ -97,9 +97,13 @@ class Roots(NamedTuple):
     inverse: Tensor
 
 
-def roots(gram: Tensor, smallest: float = _SMALLEST) -> Roots:
-    """Of symmetric (..., r, r) with any eigenvalues from 0 on."""
-    scale = _trace(gram)
+def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = _SMALLEST) -> Roots:
+    """Of symmetric (..., r, r) with eigenvalues from 0 on.
+
+    ``whole`` (...) is the square norm of a vector that the Gram matrix is of a part of, and was
+    perhaps found as a difference: then its rounding is small beside the whole, not beside itself.
+    """
+    scale = _trace(gram) if whole is None else whole[..., None, None].clamp_min(_tiny(gram))
     inverse = inverse_root(gram / scale, smallest) / scale.sqrt()
     return Roots(gram @ inverse, inverse)
 
@@ -124,7 +128,7 @@ def steepest_tangent(core: Tensor, normal: Callable[[Tensor], Tensor], floor: fl
 
 
 def _signs(x: Tensor, smallest: float) -> Tensor:
-    return x @ roots(x.mT @ x, smallest).inverse
+    return x @ roots(x.mT @ x, smallest=smallest).inverse
 
 
 def _rounds() -> Iterator[tuple[float, float]]:
@@ -138,7 +142,11 @@ def _rounds() -> Iterator[tuple[float, float]]:
 
 def _trace(gram: Tensor) -> Tensor:
     """The trace (..., 1, 1), and never 0."""
-    return trace(gram)[..., None, None].clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+    return trace(gram)[..., None, None].clamp_min(_tiny(gram))
+
+
+def _tiny(x: Tensor) -> float:
+    return math.sqrt(torch.finfo(x.dtype).tiny)
 
 
 def _largest(grams: list[Tensor]) -> list[Tensor]:

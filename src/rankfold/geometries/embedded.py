@@ -112,7 +112,7 @@ class EmbeddedGeometry(Geometry):
 
     def steepest(self, frame: Any, coords: TangentXKY, p: float, floor: float) -> TangentXKY:
         # Ξ is the core [[K, Yᵀ], [X, 0]] between the frames (U, X) and (V, Y) made orthonormal.
-        x, y = schatten.roots(coords.xx), schatten.roots(coords.yy)
+        x, y = (schatten.roots(gram, coords.square) for gram in (coords.xx, coords.yy))
         r, zero = coords.k.shape[-1], torch.zeros_like(coords.k)
         top, bottom = torch.cat([coords.k, y.root], -1), torch.cat([x.root, zero], -1)
 

@@ -156,7 +156,8 @@ class StiefelGeometry(Geometry):
     def _steepest(self, side: Side, floor: float) -> Tensor:
         """U Ω + X x (batch, blocks, m, r) for Ξ = U K + X, of the core (√w Ω; X) with skew Ω."""
         k, r, weight = skew(side.cross()), side.u.shape[-1], self.inner_weight**0.5
-        x = schatten.roots(side.square() - k.mT @ k)
+        square = side.square()
+        x = schatten.roots(square - k.mT @ k, linalg.trace(square))
         zero = torch.zeros_like(k)
         found = schatten.steepest_tangent(
             torch.cat([weight * k, x.root], -2),
