@@ -165,6 +165,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         for c in (0.0, -1.0, math.nan, math.inf)
     ),
     ({"geometry": "stiefel"}, ("unknown geometry 'stiefel'", *GEOMETRIES)),
+    ({"nesterov": True, "momentum": 0.0}, ("nesterov=True needs a momentum above 0",)),
     (
         {"normalize": "frobenius"},
         ("normalize", "'metric', 'spectral', 'schatten-p'", "'frobenius'"),

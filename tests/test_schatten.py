@@ -422,20 +422,61 @@ def test_losses_fall_in_float32(geometry: str) -> None:
     assert problem.loss().item() < 0.9 * before
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_a_member_whose_gradient_is_not_finite_stays(geometry: str) -> None:
+STEPS = [(g, math.inf) for g in GEOMETRIES] + [("fixed-quotient", p) for p in EXPONENTS[:-1]]
+
+
+@pytest.mark.parametrize(("geometry", "p"), STEPS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_member_whose_gradient_is_not_finite_stays(geometry: str, p: float, value: float) -> None:
     problem = Pairs(orthonormal=geometry.startswith("isometry"))
     optimizer = rankfold.RiemannianSGD(
-        problem.grid, 0.1, geometry=geometry, normalize="schatten-inf", momentum=0.5
+        problem.grid, 0.1, geometry=geometry, normalize=f"schatten-{p:g}", momentum=0.5
     )
     problem.loss().backward()
     assert problem.left.grad is not None
-    problem.left.grad[1, 0, 0] = math.nan
+    problem.left.grad[1, 0, 0] = value
     before = problem.product().detach().clone()
     optimizer.step()
     after = problem.product().detach()
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
+    assert [events["skipped"] for events in optimizer.counts().values()] == [1]
+
+
+@pytest.mark.parametrize(("geometry", "p"), STEPS)
+def test_a_gradient_of_zero_is_no_step(geometry: str, p: float) -> None:
+    problem = Pairs(orthonormal=geometry.startswith("isometry"), dtype=torch.float32)
+    optimizer = rankfold.RiemannianSGD(
+        problem.grid, 0.1, geometry=geometry, normalize=f"schatten-{p:g}"
+    )
+    problem.left.grad, problem.right.grad = map(torch.zeros_like, (problem.left, problem.right))
+    before = problem.product().detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(problem.product().detach(), before, atol=1e-6, rtol=1e-6)
+    assert not optimizer.counts()
+
+
+@pytest.mark.parametrize(("geometry", "p"), STEPS)
+def test_diagnostics_are_of_the_step_that_was_made(geometry: str, p: float) -> None:
+    """The spectral norm of a small step along D, measured on the products themselves."""
+    problem, lr = Pairs(orthonormal=geometry.startswith("isometry")), 1e-6
+    optimizer = rankfold.RiemannianSGD(
+        problem.grid,
+        lr,
+        geometry=geometry,
+        normalize=f"schatten-{p:g}",
+        momentum=0.5,
+        nesterov=True,
+    )
+    optimizer.record_diagnostics()
+    for _ in range(2):
+        optimizer.zero_grad()
+        problem.loss().backward()
+        before = problem.product().detach().clone()
+        optimizer.step()
+    moved = torch.linalg.matrix_norm(problem.product().detach() - before, 2)
+    said = [numbers["step_spectral_norm"] for numbers in optimizer.diagnostics().values()]
+    torch.testing.assert_close(torch.tensor(said).double(), moved, atol=0, rtol=1e-4)
 
 
 @pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g.startswith("isometry")])

@@ -14,7 +14,7 @@ from torch import Tensor
 from .factors import Grid, describe
 from .geometries import GEOMETRIES, Pair, geometry_for
 from .linalg import frobenius, skew
-from .schatten import exponent
+from .schatten import by_products, exponent
 
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
@@ -89,7 +89,7 @@ def _check_normalization(options: Mapping[str, Any]) -> None:
             f"or None, got {normalize!r}"
         )
     check_schatten(geometry, p, 1, 1)
-    if options["capturable"] and p not in (1, 2, math.inf):
+    if options["capturable"] and not by_products(p):
         raise ValueError(
             f"normalize={normalize!r} takes eigenvalues, which no graph can record: with "
             "capturable=True p is 1, 2 or inf"

@@ -49,6 +49,11 @@ def exponent(normalize: str | None) -> float | None:
     return p
 
 
+def by_products(p: float) -> bool:
+    """Whether directions are found by products alone, which a CUDA graph can record."""
+    return p in (1, 2, math.inf)
+
+
 def inverse_root(gram: Tensor, smallest: float = _SMALLEST) -> Tensor:
     """``(gram + ridge)^(-1/2)`` of symmetric (..., r, r) with eigenvalues in [0, 1], by products.
 
@@ -166,10 +171,13 @@ def _largest(grams: list[Tensor]) -> list[Tensor]:
 def _powers(grams: list[Tensor], p: float) -> list[Tensor]:
     """U Σ^(q−1) Vᵀ over the dual norm to the q − 1, by eigenvectors: the slow way."""
     q = p / (p - 1)
-    found = [torch.linalg.eigh(g) for g in grams]
+    # What is not finite would raise, and shall end its own member's step alone.
+    sound = torch.stack([trace(g @ g).isfinite() for g in grams]).all(0)[..., None, None]
+    found = [torch.linalg.eigh(torch.where(sound, g, 0)) for g in grams]
     values = [v.clamp_min(torch.finfo(v.dtype).eps ** 2) for v, _ in found]
     norm = torch.stack([(v ** (q / 2)).sum(-1) for v in values]).sum(0) ** ((q - 1) / q)
-    return [
+    powers = (
         (vectors * (v ** ((q - 2) / 2) / norm[..., None])[..., None, :]) @ vectors.mT
         for v, (_, vectors) in zip(values, found, strict=True)
-    ]
+    )
+    return [torch.where(sound, power, torch.nan) for power in powers]

@@ -147,16 +147,16 @@ class Geometry(ABC):
     def spectral_norm(self, frame: Any, coords: Any) -> Tensor:
         """Largest singular value of the (stacked) tangent matrix downstairs, (batch,)."""
 
+    @abstractmethod
     def has_schatten(self, p: float) -> bool:
         """Whether a step can be the steepest under the Schatten-p norm."""
-        return False
 
+    @abstractmethod
     def steepest(self, frame: Any, coords: Any, p: float, floor: float) -> Any:
         """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest.
 
-        ``floor`` bounds norms from below. Only where `has_schatten` says so.
+        ``floor`` bounds norms from below. Asked for only where `has_schatten` says so.
         """
-        raise NotImplementedError(f"{self.name} has no Schatten-{p:g} norm")
 
     @abstractmethod
     def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import padded
+
 _EPS = tl.constexpr(2.0**-23)
 # The constants of linalg: which pivots can be rounding, and what is added to the diagonal then.
 _PIVOT_NOISE = tl.constexpr(8)
@@ -317,7 +319,7 @@ def _flags(x: Tensor) -> Tensor:
 def _padded(r: int) -> int:
     if not 1 <= r <= 128:
         raise ValueError(f"r must be from 1 to 128, got {r}")
-    return max(32, 1 << (r - 1).bit_length())
+    return padded(r, least=32)
 
 
 # Measured on an H200, at r = 64 and 128.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from ..geometries import is_isometry
 from ..geometries.base import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
-from ..schatten import exponent
+from ..schatten import by_products, exponent
 from .config import OptimizerConfig
 from .model import Decoder
 from .muon import Muon, Whitened
@@ -107,8 +106,11 @@ class Riemannian:
     def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
         bounded = is_isometry(config.name) and config.normalize != "none"
-        by_products = exponent(config.normalize) in (None, 1, 2, math.inf)
-        self.capturable = graph and by_products and not (bounded and config.lr > LONGEST_CAPTURED)
+        p = exponent(config.normalize)
+        recordable = (p is None or by_products(p)) and not (
+            bounded and config.lr > LONGEST_CAPTURED
+        )
+        self.capturable = graph and recordable
         self.inner = RiemannianSGD(
             model.grids(),
             _rate(config.lr, model.embedding.weight, self.capturable),

@@ -338,8 +338,9 @@ def _run_lines(runs: Sequence[Run]) -> Iterator[list[Any]]:
     names = differing(options)
     yield ["run", *names, "seed", "status", "steps", "training_loss", "loss"]
     for run, chosen in zip(runs, options, strict=True):
-        trained = run.training.values
+        trained, loss = run.training.values, final_loss(run)
         yield [
             *(run.key, *(chosen.get(name, "") for name in names), run.config["training"]["seed"]),
-            *(run.status, len(trained), trained[-1] if trained else "", final_loss(run)),
+            *(run.status, len(trained), trained[-1] if trained else ""),
+            loss if math.isfinite(loss) else "",
         ]
