@@ -87,7 +87,9 @@ def train(
     preset_name: Preset = "tiny",
     optimizer: Annotated[
         str | None,
-        typer.Option(help="Of the attention weights: adamw, muon, whitened, frozen or a geometry."),
+        typer.Option(
+            help="Of the attention weights: adamw, muon, whitened, dion, frozen or a geometry."
+        ),
     ] = None,
     lr: Annotated[str | None, typer.Option(help="Its learning rate, like 0.01 or 2^-8.")] = None,
     other_lr: Annotated[str | None, typer.Option(help="AdamW's, on all other weights.")] = None,
