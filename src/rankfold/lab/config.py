@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_type_hints
 
 from ..checks import check_schatten
@@ -94,7 +95,7 @@ class RunConfig:
         """Plain values, group by group."""
         return dataclasses.asdict(self)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A name that is the same for the same run, and readable in front.
 
