@@ -125,7 +125,8 @@ class Result:
         size = f"{entry.method.name} − {self.rival.method.name} = {signed(test.mean)} nats"
         facts = (
             f"{size}, 95% interval {signed(test.low)} to {signed(test.high)}, p = "
-            f"{p_value(test.p)} ({test.count} seeds, times {len(self.of_kind('ours'))} of ours)"
+            f"{p_value(test.p)} over {test.count} seeds, our candidates counted: "
+            f"{len(self.of_kind('ours'))}"
         ).replace("= <", "< ")
         if self.planned < SEEDS:
             return f"preliminary, of fewer than {SEEDS} seeds: {facts}."
