@@ -139,6 +139,8 @@ def test_workers_make_the_same_runs(tmp_path: Path, corpus: Path) -> None:
     one = run_sweep(configs, tmp_path / "one", device="cpu")
     two = run_sweep(configs, tmp_path / "two", device="cpu", workers=2)
     assert sorted(one, key=lambda o: o.key) == sorted(two, key=lambda o: o.key)
+    for folder, workers in (("one", 1), ("two", 2)):
+        assert {run.workers for run in records.read_runs(tmp_path / folder)} == {workers}
 
 
 def test_ray_gets_one_task_a_run(

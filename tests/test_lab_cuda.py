@@ -53,6 +53,7 @@ VARIANTS: list[dict[str, Any]] = [
         "training__clip": 1.0,
     },
     {"optimizer__name": "muon", "optimizer__momentum": 0.9},
+    {"optimizer__name": "dion", "optimizer__momentum": 0.9, "optimizer__dion_rank": 0.5},
     {"optimizer__name": "whitened", "optimizer__momentum": 0.9, "optimizer__masters": False},
 ]
 

@@ -16,6 +16,7 @@ from torch.optim import _muon as theirs
 
 from rankfold.lab import muon
 from rankfold.lab.config import OptimizerConfig
+from rankfold.lab.dion import Dion
 from rankfold.lab.model import Decoder, ModelConfig
 from rankfold.lab.muon import Muon, Whitened, sign
 from rankfold.lab.optimizers import build
@@ -25,7 +26,7 @@ from .gauge import Member, members_read, move_along_gauge
 from .lab_runs import killed_at, run, same_weights, small, write_corpus
 from .watching import Deny, DenyReading, Watch
 
-NAMES = ("muon", "whitened")
+NAMES = ("muon", "whitened", "dion")
 # Query heads, key/value heads, biases: single pairs, 2×1 grids, and a row of bias on some sides.
 MODELS = [(4, 4, False), (4, 2, False), (4, 2, True)]
 TOKENS = torch.arange(24).view(2, 12) % 11
@@ -332,6 +333,7 @@ def test_what_a_graph_has_recorded_stays_in_place(name: str) -> None:
     def addresses() -> list[int]:
         assert isinstance(optimizer.lr, Tensor)
         buffers = [*optimizer.momenta.values(), *(optimizer.masters or {}).values()]
+        buffers += optimizer.bases if isinstance(optimizer, Dion) else []
         return [x.data_ptr() for x in (optimizer.lr, *buffers, *model.parameters())]
 
     before = addresses()

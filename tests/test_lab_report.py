@@ -35,6 +35,8 @@ def fake_run(
     message: str = "",
     steps: int = 100,
     diagnostics: bool = False,
+    annealing: str = "none",
+    workers: int | None = None,
     **options: Any,
 ) -> None:
     """A run on disk whose last five validations have the mean ``final``."""
@@ -42,14 +44,15 @@ def fake_run(
     optimizer |= {"normalize": "metric", "masters": True} | options
     model = {"layers": 4, "heads": 8, "kv_heads": 2 if gqa else 8, "width": 512, "head_width": 64}
     data = {"source": "wikipedia", "tokenizer": "gpt2", "context": 256, "batch": 8}
-    training = {"steps": steps, "warmup": 10, "annealing": "none", "accumulate": 1}
+    training = {"steps": steps, "warmup": 10, "annealing": annealing, "accumulate": 1}
     training |= {"validate_every": 10, "seed": seed}
     config = {"model": model, "data": data, "optimizer": optimizer, "training": training}
     key = f"{'gqa' if gqa else 'mha'}-{name}-s{seed}-{len(list(root.glob('*'))):03d}"
     folder = root / key
     folder.mkdir(parents=True)
     write_json(folder / CONFIG, {"key": key, "config": config})
-    write_json(folder / STATUS, {"status": status, "message": message, "machine": MACHINE})
+    told = {"status": status, "message": message, "machine": MACHINE}
+    write_json(folder / STATUS, told if workers is None else {**told, "workers": workers})
     record(Recorder(folder, 0), key, steps, final, name == "adamw", diagnostics)
 
 
@@ -283,6 +286,25 @@ def test_curves_have_the_papers_columns(full: tuple[Path, list[Path]]) -> None:
     assert list(read(full[0] / "tables/mha_valid.csv")[0]) == [*columns, "frozen"]
     steps = [int(row["step"]) for row in read(full[0] / "tables/mha_train.csv")]
     assert steps == [1, 20, 40, 60, 80, 100]
+
+
+def test_times_of_a_shared_device_are_said_to_be_so(tmp_path: Path) -> None:
+    words = "runs were made up to 3 at a time: their times are those of a shared device"
+    for seed, workers in enumerate((None, 1, 2, 3)):  # None: of a version that did not say
+        fake_run(tmp_path / "runs", "adamw", seed, 4.0, workers=workers)
+    write_report(read_runs(tmp_path / "runs")[:2], tmp_path / "alone")
+    assert "shared device" not in text_of(tmp_path / "alone")
+    write_report(read_runs(tmp_path / "runs"), tmp_path / "report")
+    assert text_of(tmp_path / "report").count(f"2 of 4 {words}") == 2  # summary and times
+
+
+def test_annealed_runs_are_a_study_of_their_own(tmp_path: Path) -> None:
+    for annealing, final in (("none", 4.0), ("linear", 3.5)):
+        fake_run(tmp_path, "adamw", 0, final, annealing=annealing)
+        fake_run(tmp_path, "muon", 0, final - 0.1, annealing=annealing)
+    studies = st.studies_of(read_runs(tmp_path))
+    assert [s.label for s in studies] == ["MHA, annealing linear", "MHA, annealing none"]
+    assert [s.best["adamw"].loss for s in studies] == pytest.approx([3.5, 4.0])
 
 
 def test_other_optimizers_stand_behind_the_papers(tmp_path: Path) -> None:

@@ -62,8 +62,9 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"training.steps": 1.5}, "whole number"),
         ({"training.steps": 0}, "at least 1"),
         ({"model.rope": "maybe"}, "true or false"),
-        ({"optimizer.name": "sgd"}, "one of adamw, muon, whitened, frozen, fixed-embedded"),
+        ({"optimizer.name": "sgd"}, "one of adamw, muon, whitened, dion, frozen, fixed-embedded"),
         ({"optimizer.momentum": 1}, r"in \[0, 1\)"),
+        ({"optimizer.dion_rank": 0}, r"in \(0, 1\]"),
         ({"optimizer.normalize": "l2"}, "one of metric, spectral, none"),
         ({"optimizer.normalize": "schatten-0"}, "a number from 1 to inf"),
         (
@@ -136,6 +137,16 @@ def test_wide_adamw_on_bfloat16(masters: bool) -> None:
     else:
         assert torch.equal(weight[big], before[big])
     assert ours.inner.state[ours.wide[0]]["exp_avg"].dtype == torch.float32
+
+
+def test_momentum_is_adamws_first_beta_on_attention(corpus: Path) -> None:
+    """0, which earlier runs have in their record, is torch's own 0.9."""
+    for momentum, beta in ((0.0, 0.9), (0.95, 0.95)):
+        config = small(corpus, optimizer__momentum=momentum)
+        attention, others = build(Decoder(config.model, 257), config.optimizer)
+        assert isinstance(attention, WideAdamW)
+        assert attention.inner.defaults["betas"] == (beta, 0.999)
+        assert others.inner.defaults["betas"] == (0.9, 0.999)
 
 
 def test_frozen_attention_stays(corpus: Path) -> None:

@@ -8,17 +8,37 @@ from typing import Any
 
 import torch
 
+import rankfold
+
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_runs_and_learns() -> None:
+def python_blocks() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 1
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_example_runs_and_learns() -> None:
     torch.manual_seed(0)
     scope: dict[str, Any] = {}
-    exec(compile(blocks[0], "README.md", "exec"), scope)
+    exec(compile(python_blocks()[0], "README.md", "exec"), scope)
     x, model = scope["x"], scope["model"]
+    fresh = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    assert loss_of(model, x) < 0.9 * loss_of(fresh, x)
+
+
+def test_the_recommended_lines_take_the_place_of_the_optimizers() -> None:
+    """In the example's own loop, from the first line after its optimizers on."""
+    torch.manual_seed(0)
+    example, adopted = python_blocks()
+    head, loop = example.split("\nx = ")
+    scope: dict[str, Any] = {}
+    exec(compile(f"{head}\n{adopted}\nx = {loop}", "README.md", "exec"), scope)
+    x, model, optimizers = scope["x"], scope["model"], (scope["optimizer"], scope["others"])
+    assert isinstance(optimizers[0], rankfold.RiemannianSGD)
+    assert optimizers[0].param_groups[0]["normalize"] == "schatten-inf"
+    updated = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
+    assert sorted(updated) == sorted(id(p) for p in model.parameters())
     fresh = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
     assert loss_of(model, x) < 0.9 * loss_of(fresh, x)
 

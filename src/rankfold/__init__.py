@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import diagnostics
 from .adapters import attention_grids
+from .defaults import recommended
 from .factors import Factor, Grid
 from .optimizer import RiemannianSGD
 from .orthonormal import orthonormalize_
@@ -18,4 +19,5 @@ __all__ = [
     "attention_grids",
     "diagnostics",
     "orthonormalize_",
+    "recommended",
 ]

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_type_hints
 
 from ..checks import check_schatten
@@ -16,7 +17,7 @@ from ..schatten import exponent
 from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
-OPTIMIZERS = ("adamw", "muon", "whitened", "frozen", *GEOMETRIES)
+OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
 NORMALIZATIONS = ("metric", "spectral", "none")  # and schatten-p
 
@@ -26,8 +27,10 @@ class OptimizerConfig:
     """Who updates the query, key, value and output weights, and AdamW on all others.
 
     ``name`` is "adamw", "muon" (on each head's factors), "whitened" (Muon on pairs of them, see
-    `lab/muon.py`), "frozen" (they stay as they began) or a geometry. ``momentum`` is Muon's, too,
-    and ``weight_decay`` that of AdamW and Muon. ``nesterov``, ``normalize`` ("metric", "spectral",
+    `lab/muon.py`), "dion" (`lab/dion.py`), "frozen" (they stay as they began) or a geometry.
+    ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
+    own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``dion_rank`` the share of a
+    head's rank that Dion's updates have. ``nesterov``, ``normalize`` ("metric", "spectral",
     "none" or "schatten-p") and ``retraction`` are for geometries; an empty
     one is the geometry's own. ``masters`` keeps float32 copies of bfloat16 weights between steps;
     without, every step is rounded.
@@ -43,6 +46,7 @@ class OptimizerConfig:
     retraction: str = ""
     weight_decay: float = 0.01
     masters: bool = True
+    dion_rank: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class RunConfig:
         """Plain values, group by group."""
         return dataclasses.asdict(self)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A name that is the same for the same run, and readable in front.
 
@@ -182,6 +186,8 @@ def _check(config: RunConfig) -> None:
     _one_of("training.annealing", training.annealing, ANNEALINGS)
     if not 0 <= optimizer.momentum < 1:
         raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
+    if not 0 < optimizer.dion_rank <= 1:
+        raise ValueError(f"optimizer.dion_rank must be in (0, 1], not {optimizer.dion_rank}")
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")

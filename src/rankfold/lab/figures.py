@@ -35,8 +35,9 @@ _STYLES: dict[str, tuple[str, str]] = {
     "frozen": ("#8c8c8c", ":"),
     "muon": ("#7a4a21", "-."),
     "whitened": ("#00a0e0", "-."),
+    "dion": ("#b08d00", "-."),
 }
-_LABELS = {ADAMW: "AdamW", "muon": "Muon"}
+_LABELS = {ADAMW: "AdamW", "muon": "Muon", "dion": "Dion"}
 _OTHER_STYLE = ("#00808c", "-.")
 _DASHES = {"metric": "-", "none": "--", "spectral": "-."}
 _MARKERS = "os^Dv*"
@@ -234,8 +235,8 @@ def _rate_figure(
     ceiling = _ceiling(losses)
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
-    # AdamW has its own momentum and knows no normalization.
-    free = [key for key in lines if key[0] != ADAMW]
+    # AdamW knows no normalization, and has its own momentum where none is given.
+    free = [key for key in lines if key[0] != ADAMW or key[1]]
     momenta = sorted({momentum for _, momentum, _ in free})
     for key in sorted(lines):
         name, momentum, normalize = key

@@ -89,19 +89,23 @@ class Muon:
         with exact_arithmetic(plan.device_types), current_device(plan.device):
             weights = plan.gather(itself) if self.masters is None else self.masters
             moved = plan.gather(grad_of)
-            for k, gradient in moved.items():
-                self.momenta[k].lerp_(gradient, 1 - self.momentum)
-                gradient.lerp_(self.momenta[k], self.momentum)
+            self._take_in(moved)
             # The blocks cover the weights, so that all of what moved is overwritten.
             directions = self._directions(moved, weights)
             for stack, left, right in zip(
                 plan.stacks, directions[::2], directions[1::2], strict=True
             ):
-                stack.write(moved, _split(stack, left, right))
+                stack.write(moved, as_pair(stack, left, right))
             for k, direction in moved.items():
                 weights[k].mul_(1 - self.lr * self.weight_decay)
                 weights[k].sub_(direction.mul_(self.lr))
             plan.scatter(weights, itself)
+
+    def _take_in(self, moved: Buffers) -> None:
+        """Put the gradients ``moved`` into the momenta, and what to step along in their place."""
+        for k, gradient in moved.items():
+            self.momenta[k].lerp_(gradient, 1 - self.momentum)
+            gradient.lerp_(self.momenta[k], self.momentum)
 
     def _directions(self, moved: Buffers, weights: Buffers) -> list[Tensor]:
         """What is subtracted from the weights but for the learning rate, for the momenta ``moved``.
@@ -115,11 +119,8 @@ class Muon:
 
     def _signs(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """`sign` of stacks (batch, rows, r), all of one shape in one batch."""
-        by_shape: dict[torch.Size, list[int]] = {}
-        for k, x in enumerate(blocks):
-            by_shape.setdefault(x.shape[1:], []).append(k)
         found = list(blocks)
-        for alike in by_shape.values():
+        for alike in by_shape(blocks):
             signs = sign(torch.cat([blocks[k] for k in alike]), self.sign_dtype)
             parts = torch.split(signs, [len(blocks[k]) for k in alike])
             for k, part in zip(alike, parts, strict=True):
@@ -168,7 +169,15 @@ class Whitened(Muon):
         return [x @ root for x, root in zip(signs, roots, strict=True)]
 
 
-def _split(stack: Stack, left: Tensor, right: Tensor) -> Pair:
+def by_shape(blocks: Sequence[Tensor]) -> list[list[int]]:
+    """Which of the stacks (batch, rows, r) have one shape but for their batch."""
+    found: dict[torch.Size, list[int]] = {}
+    for k, x in enumerate(blocks):
+        found.setdefault(x.shape[1:], []).append(k)
+    return list(found.values())
+
+
+def as_pair(stack: Stack, left: Tensor, right: Tensor) -> Pair:
     """Both sides as (batch, I, m, r) and (batch, J, n, r)."""
     return Pair(
         left.reshape(-1, stack.lefts, stack.left_height, left.shape[-1]),

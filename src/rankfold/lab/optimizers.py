@@ -13,6 +13,7 @@ from ..geometries.base import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
 from .config import OptimizerConfig
+from .dion import Dion
 from .model import Decoder
 from .muon import Muon, Whitened
 
@@ -40,8 +41,8 @@ class Stepper(Protocol):
 class WideAdamW:
     """AdamW with float32 state and arithmetic on weights of any dtype.
 
-    With ``masters`` a float32 copy of low-precision weights lives on between steps; without, each
-    step begins at the rounded weights.
+    ``momentum`` is its first beta, 0 for torch's own. With ``masters`` a float32 copy of
+    low-precision weights lives on between steps; without, each step begins at the rounded weights.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WideAdamW:
         weight_decay: float,
         masters: bool,
         capturable: bool = False,
+        momentum: float = 0.0,
     ) -> None:
         self.capturable = capturable
         self.params: list[Tensor] = list(params)
@@ -62,6 +64,7 @@ class WideAdamW:
         self.inner = AdamW(
             self.wide,
             lr=_rate(lr, self.wide[0], capturable),
+            betas=(momentum or 0.9, 0.999),
             weight_decay=weight_decay,
             fused=True,
             capturable=capturable,
@@ -173,12 +176,14 @@ def build(
             param.requires_grad_(False)
         return None, rest
     if config.name == "adamw":
-        return WideAdamW(attention, config.lr, decay, masters, graph), rest
-    if config.name in ("muon", "whitened"):
-        kind = Muon if config.name == "muon" else Whitened
+        adamw = WideAdamW(attention, config.lr, decay, masters, graph, config.momentum)
+        return adamw, rest
+    if config.name in ("muon", "whitened", "dion"):
         rate = _rate(config.lr, attention[0], graph)
-        muon = kind(
-            model.grids(), rate, momentum=config.momentum, weight_decay=decay, masters=masters
-        )
-        return muon, rest
+        alike: dict[str, Any] = {"momentum": config.momentum, "weight_decay": decay}
+        alike["masters"] = masters
+        if config.name == "dion":
+            return Dion(model.grids(), rate, rank=config.dion_rank, **alike), rest
+        kind = Muon if config.name == "muon" else Whitened
+        return kind(model.grids(), rate, **alike), rest
     return Riemannian(model, config, graph), rest

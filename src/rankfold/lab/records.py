@@ -4,7 +4,8 @@ A folder a run:
 
     config.json     the configuration, and with it the run's key
     metrics.jsonl   one line a measurement, of kind "train", "validation" or "diagnostics"
-    status.json     "running", "finished", "diverged" or "failed", a message, the machine
+    status.json     "running", "finished", "diverged" or "failed", a message, the machine, and how
+                    many workers shared it
     checkpoint.pt   while it runs
     weights.pt      the trained model's state_dict, if asked for
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from ..bench.report import device_name
+from .config import RunConfig
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
@@ -50,6 +52,7 @@ class Run:
     status: str
     message: str
     machine: dict[str, str]
+    workers: int  # runs made at a time on that machine
     training: Curve
     validation: Curve
     step_seconds: Curve  # a training step, whole
@@ -123,9 +126,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _status(folder: Path) -> dict[str, Any]:
     path = folder / STATUS
     if not path.exists():  # killed between its first two files
-        return {"status": "running", "message": "", "machine": {}}
+        return {"status": "running", "message": "", "machine": {}, "workers": 1}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return {"workers": 1, **found}  # which earlier versions did not write down
+
+
+def workers_of(folder: Path) -> int:
+    """The most workers that the run of a folder was made beside, itself included."""
+    return int(_status(folder)["workers"])
 
 
 def status_of(folder: Path) -> str:
@@ -164,6 +172,7 @@ def read_run(folder: Path) -> Run:
         status=status["status"],
         message=status["message"],
         machine=status["machine"],
+        workers=status["workers"],
         training=curves["train"],
         validation=curves["validation"],
         step_seconds=curves["seconds"],
@@ -173,6 +182,12 @@ def read_run(folder: Path) -> Run:
         * config["training"]["accumulate"],
         diagnostics=diagnostics,
     )
+
+
+def read_runs_of(configs: Iterable[RunConfig], root: Path) -> list[Run]:
+    """The runs of these configurations in a folder, as far as they were begun."""
+    folders = (root / key for key in dict.fromkeys(config.key for config in configs))
+    return [read_run(folder) for folder in folders if (folder / CONFIG).exists()]
 
 
 def read_runs(root: Path) -> list[Run]:

@@ -69,15 +69,31 @@ class Table:
     all: list[Row]
 
 
-def write_report(runs: list[Run], output: Path, title: str = "rankfold report") -> list[Path]:
+@dataclass(frozen=True)
+class Findings:
+    """What a page says before all else: sentences, tables with a sentence each, figures."""
+
+    heading: str
+    words: list[str]
+    columns: list[str]
+    tables: list[tuple[str, str, list[list[str]]]]  # title, sentence, rows
+    pictures: list[Picture]
+
+
+def write_report(
+    runs: list[Run],
+    output: Path,
+    title: str = "rankfold report",
+    findings: Findings | None = None,
+) -> list[Path]:
     """Write index.html, figures and tables into a folder; return what was written."""
     runs = sorted(runs, key=lambda run: (run.key, str(run.folder)))
     studies = studies_of(runs)
     output.mkdir(parents=True, exist_ok=True)
-    sections = _draw_sections(studies, output / "figures")
+    sections = _draw_sections(studies, output / "figures", _shared_times(runs))
     tables = _write_tables(runs, studies, output / "tables")
     page = output / "index.html"
-    page.write_text(_page(title, runs, studies, sections), encoding="utf-8")
+    page.write_text(_page(title, runs, studies, sections, findings), encoding="utf-8")
     drawn = [path for _, _, pictures in sections for p in pictures for path in p.paths]
     return [page, *drawn, *tables]
 
@@ -90,6 +106,7 @@ def _page(
     runs: Sequence[Run],
     studies: Sequence[Study],
     sections: Sequence[tuple[str, str, list[Picture]]],
+    findings: Findings | None,
 ) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
@@ -103,11 +120,13 @@ def _page(
         studies=[_study_facts(study) for study in studies],
         study_columns=["model", "runs", *map(_plain, _MODEL_FACTS), *_DATA_FACTS, "steps"],
         machines=Counter(_machine(run) for run in runs if run.machine).most_common(),
+        shared_times=_shared_times(runs),
         unfinished=_unfinished(runs),
         columns=list(_NUMBERS.values()),
         summaries=[_table(study) for study in studies],
         last=LAST_VALIDATIONS,
         sections=sections,
+        findings=findings,
     )
 
 
@@ -127,6 +146,17 @@ def _machine(run: Run) -> str:
     known = dict(run.machine)
     words = [known.pop("device", ""), known.pop("platform", "")]
     return ", ".join(word for word in (*words, *(f"{k} {v}" for k, v in known.items())) if word)
+
+
+def _shared_times(runs: Sequence[Run]) -> str:
+    """What to know about the times of runs that were not alone, "" if all were."""
+    most, count = max((r.workers for r in runs), default=1), sum(r.workers > 1 for r in runs)
+    if most == 1:
+        return ""
+    return (
+        f"{count} of {len(runs)} runs were made up to {most} at a time: their times are those of "
+        "a shared device, longer than of a run alone."
+    )
 
 
 def _unfinished(runs: Sequence[Run]) -> list[list[str]]:
@@ -210,33 +240,36 @@ def _numbers(study: Study, setting: Setting) -> list[str]:
         seeds += f" of {len(setting.runs)}"
     tested = [_NOTHING] * 3
     if paired is not None:
-        interval = f"{_signed(paired.low)} to {_signed(paired.high)}"
-        tested = [_signed(paired.mean), interval, _p_value(paired.p)]
+        interval = f"{signed(paired.low)} to {signed(paired.high)}"
+        tested = [signed(paired.mean), interval, p_value(paired.p)]
         if paired.count < 2:
             tested[1] = _NOTHING
         if paired.count < len(setting.losses):
             tested[0] += f" ({paired.count} common)"
     return [
-        _fixed(setting.loss, 4),
-        _fixed(setting.spread, 4),
+        fixed(setting.loss, 4),
+        fixed(setting.spread, 4),
         seeds,
         *tested,
-        _fixed(1000 * setting.step_seconds, 1),
-        f"{_fixed(100 * setting.optimizer_share, 1)}%".replace(f"{_NOTHING}%", _NOTHING),
+        fixed(1000 * setting.step_seconds, 1),
+        f"{fixed(100 * setting.optimizer_share, 1)}%".replace(f"{_NOTHING}%", _NOTHING),
         _thousands(setting.tokens_per_second),
     ]
 
 
-def _fixed(value: float, digits: int) -> str:
+def fixed(value: float, digits: int) -> str:
+    """A number, or a dash if there is none."""
     return f"{value:.{digits}f}" if math.isfinite(value) else _NOTHING
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference with its sign."""
     return f"{value:+.4f}".replace("-", "−") if math.isfinite(value) else _NOTHING
 
 
-def _p_value(value: float) -> str:
-    return "<0.001" if value < 0.001 else _fixed(value, 3)
+def p_value(value: float) -> str:
+    """As it is reported."""
+    return "<0.001" if value < 0.001 else fixed(value, 3)
 
 
 def _thousands(value: float) -> str:
@@ -246,7 +279,9 @@ def _thousands(value: float) -> str:
 # Figures -----------------------------------------------------------------------------------------
 
 
-def _draw_sections(studies: Sequence[Study], folder: Path) -> list[tuple[str, str, list[Picture]]]:
+def _draw_sections(
+    studies: Sequence[Study], folder: Path, about_times: str
+) -> list[tuple[str, str, list[Picture]]]:
     """Heading, a sentence, figures; only of what there is."""
     kinds = (
         (
@@ -256,7 +291,11 @@ def _draw_sections(studies: Sequence[Study], folder: Path) -> list[tuple[str, st
             figures.loss_figures,
         ),
         ("Learning rates", "Diverged settings have no point.", figures.rate_figures),
-        ("Time", "Medians over the steps of all seeds.", figures.time_figures),
+        (
+            "Time",
+            f"Medians over the steps of all seeds. {about_times}".rstrip(),
+            figures.time_figures,
+        ),
         ("Diagnostics", "What the runs measured on the way.", figures.diagnostic_figures),
     )
     sections = []
@@ -279,15 +318,16 @@ def _write_tables(runs: Sequence[Run], studies: Sequence[Study], folder: Path) -
         for word, which in kinds:
             if study.best:
                 paths.append(folder / f"{study.name}_{word}.csv")
-                _write_csv(paths[-1], _curve_lines(study, which))
+                write_csv(paths[-1], _curve_lines(study, which))
     whole = {"summary": _summary_lines(studies), "runs": _run_lines(runs)}
     for name, lines in whole.items():
         paths.append(folder / f"{name}.csv")
-        _write_csv(paths[-1], lines)
+        write_csv(paths[-1], lines)
     return paths
 
 
-def _write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
+def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
+    """Lines of values, the first of them the header."""
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
 

@@ -1,7 +1,7 @@
 """Runs put together: seeds into settings, settings into studies, with means and paired tests.
 
 A *setting* is a configuration without its seed. A *study* holds the settings that may be compared:
-those of one model, data and number of steps.
+those of one model, data, number of steps and annealing.
 """
 
 from __future__ import annotations
@@ -309,8 +309,9 @@ def studies_of(runs: Iterable[Run]) -> list[Study]:
     groups: dict[tuple[bool, int, str], list[Setting]] = {}
     for setting in settings_of(runs):
         config = setting.any_run.config
-        model, steps = config["model"], config["training"]["steps"]
-        key = (model["heads"] != model["kv_heads"], -steps, _text([model, config["data"]]))
+        model, training = config["model"], config["training"]
+        rest = _text([model, config["data"], training["annealing"]])
+        key = (model["heads"] != model["kv_heads"], -training["steps"], rest)
         groups.setdefault(key, []).append(setting)
     studies = []
     for kind, word in ((False, "MHA"), (True, "GQA")):
@@ -333,4 +334,5 @@ def _tails(groups: Sequence[Sequence[Setting]]) -> list[str]:
 
 
 def _tells_apart(option: str) -> bool:
-    return option.startswith(("model.", "data.")) or option == "training.steps"
+    whole = ("training.steps", "training.annealing")
+    return option.startswith(("model.", "data.")) or option in whole

@@ -79,13 +79,15 @@ def _product(grid: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         yield dict(zip(grid, values, strict=True))
 
 
-def run_one(config: RunConfig, root: Path, device: str, threads: int | None = None) -> Outcome:
+def run_one(
+    config: RunConfig, root: Path, device: str, threads: int | None = None, workers: int = 1
+) -> Outcome:
     """One run of a sweep, in whatever process; an error is an outcome, not an exception."""
     if threads is not None:
         torch.set_num_threads(threads)
     folder = root / config.key
     try:
-        run = train(config, folder, device=torch.device(device))
+        run = train(config, folder, device=torch.device(device), workers=workers)
     except Exception as error:
         return Outcome(config.key, "failed", f"{type(error).__name__}: {error}", float("nan"))
     return Outcome(run.key, run.status, run.message, run.validation.last_mean(5))
@@ -123,7 +125,8 @@ def _in_processes(
     # A fresh interpreter each: a forked one cannot use CUDA.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting: dict[Future[Outcome], RunConfig] = {
-            pool.submit(run_one, config, root, device, threads): config for config in configs
+            pool.submit(run_one, config, root, device, threads, workers): config
+            for config in configs
         }
         for future in as_completed(waiting):
             error = future.exception()
@@ -142,7 +145,10 @@ def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -
     ray.init(ignore_reinit_error=True)
     share = {"num_gpus": 1 / workers} if device.startswith("cuda") else {"num_cpus": 1}
     remote = ray.remote(**share)(run_one)
-    waiting = {remote.remote(config, root.resolve(), device, None): config for config in configs}
+    sharing = workers if device.startswith("cuda") else 1
+    waiting = {
+        remote.remote(config, root.resolve(), device, None, sharing): config for config in configs
+    }
     while waiting:
         ready, _ = ray.wait(list(waiting), num_returns=1)
         config = waiting.pop(ready[0])

@@ -216,33 +216,36 @@ def train(
     corpus: Corpus | None = None,
     show: Show = lambda progress: None,
     scalars: Scalars | None = None,
+    workers: int = 1,
 ) -> records.Run:
     """Make the run, or the rest of it, in ``folder``; a finished one is only read.
 
+    ``workers`` runs are made on the device at a time, this one among them: the record says so.
     A loss that is no longer finite ends the run with the status "diverged". What else goes wrong
     is raised, after the status "failed" is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if records.status_of(folder) in ("finished", "diverged"):
         return records.read_run(folder)
+    workers = max(workers, records.workers_of(folder))
     records.write_json(folder / records.CONFIG, {"key": config.key, "config": config.as_dict()})
-    _write_status(folder, device, "running")
+
+    def write_status(status: str, message: str = "") -> None:
+        written = {"status": status, "message": message, "machine": records.machine(device)}
+        records.write_json(folder / records.STATUS, {**written, "workers": workers})
+
+    write_status("running")
     try:
         with _deterministic(config.training.deterministic):
             trainer = Trainer(config, corpus or prepare(config.data), device)
             status, message = _run(trainer, folder, show, scalars)
     except Exception as error:
-        _write_status(folder, device, "failed", f"{type(error).__name__}: {error}")
+        write_status("failed", f"{type(error).__name__}: {error}")
         raise
-    _write_status(folder, device, status, message)
+    write_status(status, message)
     if status == "finished":
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
     return records.read_run(folder)
-
-
-def _write_status(folder: Path, device: torch.device, status: str, message: str = "") -> None:
-    written = {"status": status, "message": message, "machine": records.machine(device)}
-    records.write_json(folder / records.STATUS, written)
 
 
 @contextmanager

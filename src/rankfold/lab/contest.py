@@ -1,0 +1,372 @@
+"""The contest: methods tuned alike, then compared on seeds that no tuning has seen.
+
+A *cell* is one model, number of steps and annealing. In each, for every method by the same rule:
+
+1. At the shortest horizon three learning rates, powers of two around the method's centre, times
+   two momenta, on two tuning seeds. Where the best rate of a momentum is the first or the last of
+   its line, the line grows by one rate at that end, until it is neither.
+2. At a longer horizon the momentum stays. The best rate and half of it are run on one tuning seed,
+   and the line grows by the same rule.
+3. The best setting is run on the seeds from 0 on.
+
+What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on
+where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..checks import check_schatten
+from ..geometries import GEOMETRIES
+from ..schatten import exponent
+from . import records
+from .config import RunConfig, preset
+from .statistics import final_loss, mean
+from .sweep import Outcome
+
+MOMENTA = (0.9, 0.95)
+TUNING_SEEDS = (100, 101)
+# By so many rates a line may grow. One that wants more is reported as not tuned to the end.
+_MOST_GROWTH = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """An entry of the contest: a learning rate and a momentum are all that is tuned.
+
+    ``kind`` is "adamw", "muon" (what is to be beaten), "ours" or "reference" (ours, but no
+    candidate). ``centres`` are powers of two, by preset.
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, Any]
+    centres: Mapping[str, int]
+
+
+def _rival(name: str, kind: str, paper: int, tiny: int) -> Method:
+    return Method(name, kind, {"optimizer.name": name}, {"paper": paper, "tiny": tiny})
+
+
+def _schatten(geometry: str) -> Method:
+    options = {
+        "optimizer.name": geometry,
+        "optimizer.normalize": "schatten-inf",
+        "optimizer.nesterov": True,
+    }
+    return Method(geometry, "ours", options, {"paper": -7, "tiny": -5})
+
+
+def _metric(geometry: str) -> Method:
+    options = {"optimizer.name": geometry, "optimizer.normalize": "metric"}
+    return Method(f"{geometry}-metric", "reference", options, {"paper": -6, "tiny": -4})
+
+
+# In the order in which they are run.
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            _rival("muon", "muon", paper=-7, tiny=-5),
+            _rival("whitened", "muon", paper=-7, tiny=-5),
+            _schatten("fixed-embedded"),
+            _schatten("isometry-quotient"),
+            _rival("adamw", "adamw", paper=-13, tiny=-8),
+            _rival("dion", "muon", paper=-7, tiny=-5),
+            _schatten("fixed-quotient"),
+            _schatten("isometry-embedded"),
+            _metric("fixed-embedded"),
+            _metric("isometry-quotient"),
+        )
+    }
+)
+
+# What a model adds to the preset's name, and its options.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "mha": ("", {}),
+        "gqa": ("-gqa", {}),
+        "rope": ("", {"model.rope": True, "model.qk_norm": True}),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a preset brings along: options of every run, and what is run where nothing is said."""
+
+    options: Mapping[str, Any]
+    methods: tuple[str, ...]
+    models: tuple[str, ...]
+    steps: tuple[int, ...]
+    seeds: int
+    annealings: tuple[str, ...]
+
+
+_ALIKE = {"model.final_norm": True, "optimizer.masters": True, "optimizer.weight_decay": 0.0}
+SETUPS: Mapping[str, Setup] = MappingProxyType(
+    {
+        "paper": Setup(
+            {
+                **_ALIKE,
+                "optimizer.other_lr": 2.0**-10,
+                # More text in the last validations than the paper takes, for less noise.
+                "training.validate_every": 20,
+                "training.validation_batches": 4,
+                "training.compile": True,
+                "training.graph": True,
+            },
+            methods=tuple(METHODS),
+            models=tuple(MODELS),
+            steps=(1000, 10000),
+            seeds=8,
+            annealings=("none", "linear"),
+        ),
+        "tiny": Setup(
+            {**_ALIKE, "training.validation_batches": 2},
+            methods=("muon", "fixed-embedded", "adamw", "dion"),
+            models=("mha", "gqa"),
+            steps=(40,),
+            seeds=3,
+            annealings=("none",),
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is compared with nothing outside of it."""
+
+    model: str
+    steps: int
+    annealing: str
+
+    @property
+    def label(self) -> str:
+        """To readers."""
+        words = {"mha": "MHA", "gqa": "GQA", "rope": "MHA with RoPE and QK-norm"}
+        annealing = "no annealing" if self.annealing == "none" else f"{self.annealing} annealing"
+        return f"{words[self.model]}, {self.steps:,} steps, {annealing}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tuned setting: the learning rate is 2^exponent, ``loss`` that of the tuning seeds.
+
+    ``interior`` says whether worse rates were seen on both sides of it.
+    """
+
+    exponent: int
+    momentum: float
+    loss: float
+    interior: bool
+
+
+class Losses:
+    """Final losses of the runs in a folder: infinite where one diverged, None where none ended."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._known: dict[str, float] = {}
+
+    def of(self, config: RunConfig) -> float | None:
+        """Of one run."""
+        key = config.key
+        if key not in self._known:
+            status = records.status_of(self.root / key)
+            if status not in ("finished", "diverged"):
+                return None
+            loss = (
+                final_loss(records.read_run(self.root / key)) if status == "finished" else math.inf
+            )
+            self._known[key] = loss if math.isfinite(loss) else math.inf
+        return self._known[key]
+
+
+def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
+    """A line of exponents, longer by those it is known to want."""
+    line = sorted(line)
+    for _ in range(_MOST_GROWTH):
+        losses = [loss(each) for each in line]
+        known = [x for x in losses if x is not None]
+        if len(known) < len(line):
+            break
+        best = known.index(min(known))  # the lowest rate, if all diverged
+        if best == 0:
+            line = [line[0] - 1, *line]
+        elif best == len(line) - 1:
+            line = [*line, line[-1] + 1]
+        else:
+            break
+    return line
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who takes part in what; ``extra`` options are those of every run."""
+
+    preset: str
+    methods: tuple[str, ...]
+    models: tuple[str, ...]
+    steps: tuple[int, ...]
+    seeds: int
+    annealings: tuple[str, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    # Looked up thousands of times, for the losses on disk.
+    _made: dict[tuple[Any, ...], RunConfig] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.preset not in SETUPS:
+            raise ValueError(f"a contest has preset {' or '.join(SETUPS)}, not {self.preset!r}")
+        for what, given, known in (
+            ("method", self.methods, METHODS),
+            ("model", self.models, MODELS),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+        if not 1 <= self.seeds <= TUNING_SEEDS[0]:
+            raise ValueError(f"a contest has 1 to {TUNING_SEEDS[0]} seeds, not {self.seeds}")
+        for cell in self.cells():
+            self._base(cell)
+
+    def cells(self) -> list[Cell]:
+        """Short ones first, and the models in turn."""
+        return [
+            Cell(model, steps, annealing)
+            for steps in sorted(self.steps)
+            for annealing in self.annealings
+            for model in self.models
+        ]
+
+    def entries(self, cell: Cell) -> list[Method]:
+        """The methods that there are for a cell's model, in the order of `METHODS`."""
+        chosen = (METHODS[name] for name in METHODS if name in self.methods)
+        return [method for method in chosen if self.missing(cell, method) is None]
+
+    def missing(self, cell: Cell, method: Method) -> str | None:
+        """Why a method cannot take part, None if it can."""
+        name, model = method.options["optimizer.name"], self._base(cell).model
+        if name not in GEOMETRIES:
+            return None
+        try:
+            p = exponent(method.options["optimizer.normalize"])
+            check_schatten(name, p, model.heads // model.kv_heads, 1)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @property
+    def shortest(self) -> int:
+        """The steps of the full tuning, the same whichever horizons are asked for."""
+        return min(*self.steps, min(SETUPS[self.preset].steps))
+
+    def _base(self, cell: Cell) -> RunConfig:
+        suffix, options = MODELS[cell.model]
+        common = {**SETUPS[self.preset].options, **options, **self.extra}
+        schedule = {"training.steps": cell.steps, "training.annealing": cell.annealing}
+        return preset(self.preset + suffix).with_options({**common, **schedule})
+
+    def config(
+        self, cell: Cell, method: Method, exponent: int, momentum: float, seed: int
+    ) -> RunConfig:
+        """One run."""
+        asked = (cell, method.name, exponent, momentum, seed)
+        if asked not in self._made:
+            tuned = {"optimizer.lr": 2.0**exponent, "optimizer.momentum": momentum}
+            options = {**method.options, **tuned, "training.seed": seed}
+            self._made[asked] = self._base(cell).with_options(options)
+        return self._made[asked]
+
+    def tuning(
+        self, cell: Cell, method: Method, losses: Losses
+    ) -> tuple[list[RunConfig], Choice | None]:
+        """The runs that tuning is known to want, and what it chooses once all of them ended."""
+        runs: list[RunConfig] = []
+        lines: dict[float, list[int]]
+        seeds: tuple[int, ...]
+        if cell.steps > self.shortest:
+            runs, chosen = self.tuning(replace(cell, steps=self.shortest), method, losses)
+            if chosen is None or math.isinf(chosen.loss):
+                return runs, chosen
+            lines = {chosen.momentum: [chosen.exponent - 1, chosen.exponent]}
+            seeds = TUNING_SEEDS[:1]
+        else:
+            centre = method.centres[self.preset]
+            lines = {momentum: [centre - 1, centre, centre + 1] for momentum in MOMENTA}
+            seeds = TUNING_SEEDS
+        choices = []
+        for momentum, start in lines.items():
+
+            def at(rate: int, momentum: float = momentum) -> list[RunConfig]:
+                return [self.config(cell, method, rate, momentum, seed) for seed in seeds]
+
+            def loss(rate: int, at: Callable[[int], list[RunConfig]] = at) -> float | None:
+                found = [losses.of(config) for config in at(rate)]
+                known = [x for x in found if x is not None]
+                return mean(known) if len(known) == len(found) else None
+
+            line = grown(start, loss)
+            runs += [config for rate in line for config in at(rate)]
+            for rate in line:
+                value = loss(rate)
+                if value is not None:
+                    choices.append(Choice(rate, momentum, value, rate not in (line[0], line[-1])))
+        if any(losses.of(config) is None for config in runs):
+            return runs, None
+        return runs, min(choices, key=lambda choice: choice.loss)
+
+    def finals(self, cell: Cell, method: Method, choice: Choice | None) -> list[RunConfig]:
+        """The runs of the comparison, none before a method is tuned or if it always diverged."""
+        if choice is None or math.isinf(choice.loss):
+            return []
+        return [
+            self.config(cell, method, choice.exponent, choice.momentum, seed)
+            for seed in range(self.seeds)
+        ]
+
+    def tuning_runs(self, cell: Cell, losses: Losses) -> list[RunConfig]:
+        """All runs that tuning is known to want."""
+        return [r for method in self.entries(cell) for r in self.tuning(cell, method, losses)[0]]
+
+    def final_runs(self, cell: Cell, losses: Losses) -> list[RunConfig]:
+        """All runs of the comparison that can be made: seed by seed, which is how they pair."""
+        each = (
+            self.finals(cell, method, self.tuning(cell, method, losses)[1])
+            for method in self.entries(cell)
+        )
+        by_method = [runs for runs in each if runs]
+        return [run for runs in zip(*by_method, strict=True) for run in runs]
+
+    def rounds(self, losses: Losses, only: str | None = None) -> Iterator[list[RunConfig]]:
+        """Runs to make now, again and again until there are none; failed ones come once.
+
+        ``only`` "tune" or "final" leaves the other ones out.
+        """
+        tried: set[str] = set()
+        for cell in self.cells():
+            for stage, wanted in (("tune", self.tuning_runs), ("final", self.final_runs)):
+                while only in (None, stage):
+                    new = {c.key: c for c in wanted(cell, losses) if losses.of(c) is None}
+                    new = {key: config for key, config in new.items() if key not in tried}
+                    if not new:
+                        break
+                    tried.update(new)
+                    yield list(new.values())
+
+
+def run_contest(
+    contest: Contest,
+    root: Path,
+    make: Callable[[list[RunConfig]], list[Outcome]],
+    only: str | None = None,
+) -> list[Outcome]:
+    """Make all runs there are to make, by ``make``; returns what became of them."""
+    return [outcome for runs in contest.rounds(Losses(root), only) for outcome in make(runs)]

@@ -1,0 +1,331 @@
+"""What a contest has shown: a table and a verdict for every cell, as a page, CSV and a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from . import records
+from .config import RunConfig
+from .contest import METHODS, TUNING_SEEDS, Cell, Choice, Contest, Losses, Method
+from .figures import Drawn, rate, write_figures
+from .report import Findings, fixed, p_value, signed, write_csv, write_report
+from .statistics import Paired, deviation, mean, paired
+
+GOAL, LEVEL, SEEDS = 0.01, 0.01, 8  # nats below the best Muon kind, p-value, seeds at least
+_TIMED_RUNS = 8
+_COLUMNS = ["method", "lr", "momentum", "loss", "std", "seeds"]
+_COLUMNS += ["− Muon", "p", "− AdamW", "p", "− best Muon kind", "p"]
+_COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "ours": "#0000ff", "reference": "#8c8c8c"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method in a cell: what was tuned, and the losses of the seeds that have ended."""
+
+    method: Method
+    choice: Choice | None
+    losses: dict[int, float]
+
+    @property
+    def diverged(self) -> int:
+        """How many seeds did; a single one spoils the mean, as others alone would flatter."""
+        return sum(math.isinf(loss) for loss in self.losses.values())
+
+    @property
+    def loss(self) -> float:
+        """Mean over seeds, NaN if there is none."""
+        return math.nan if self.diverged else mean(list(self.losses.values()))
+
+    @property
+    def spread(self) -> float:
+        """Deviation over seeds."""
+        return math.nan if self.diverged else deviation(list(self.losses.values()))
+
+    @property
+    def note(self) -> str:
+        """What stands in the way of a number, "" if nothing does."""
+        if self.choice is None:
+            return "not tuned yet"
+        if math.isinf(self.choice.loss):
+            return "diverged at every rate"
+        return f"{self.diverged} diverged" if self.diverged else ""
+
+    def against(self, other: Entry | None) -> Paired | None:
+        """The difference of losses, paired by seed; None without a pair."""
+        if other is None or other is self or self.diverged or other.diverged:
+            return None
+        common = [seed for seed in self.losses if seed in other.losses]
+        return paired([self.losses[s] - other.losses[s] for s in common]) if common else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell as it stands. ``planned`` are the seeds asked for."""
+
+    cell: Cell
+    planned: int
+    entries: list[Entry]
+    left_out: list[str]
+
+    def of_kind(self, kind: str) -> list[Entry]:
+        """Those with a loss, the best first."""
+        found = [e for e in self.entries if e.method.kind == kind and math.isfinite(e.loss)]
+        return sorted(found, key=lambda e: e.loss)
+
+    def named(self, name: str) -> Entry | None:
+        """One method's entry, None if it took no part."""
+        return next((e for e in self.entries if e.method.name == name), None)
+
+    @cached_property
+    def rival(self) -> Entry | None:
+        """The best of the Muon kinds on the seeds compared, which favours it."""
+        return next(iter(self.of_kind("muon")), None)
+
+    @property
+    def missing(self) -> int:
+        """Final runs of our candidates and the Muon kinds still to be made."""
+        shown = [e for e in self.entries if e.method.kind in ("muon", "ours")]
+        return sum(
+            self.planned - len(e.losses) for e in shown if e.note != "diverged at every rate"
+        )
+
+    @cached_property
+    def best(self) -> tuple[Entry, Paired] | None:
+        """The best of ours against the best Muon kind; p counts how many of ours there were."""
+        ours = self.of_kind("ours")
+        test = ours[0].against(self.rival) if ours else None
+        if test is None:
+            return None
+        p = min(1.0, test.p * len(ours)) if math.isfinite(test.p) else math.nan
+        return ours[0], Paired(test.count, test.mean, test.low, test.high, p)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is, None while that is open."""
+        if self.missing or self.best is None or self.planned < SEEDS:
+            return None
+        return self.best[1].mean <= -GOAL and self.best[1].p < LEVEL
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.missing:
+            return f"open, {self.missing} runs of the comparison are still to be made."
+        if self.best is None or self.rival is None:
+            return "no verdict, it takes one of ours and one of the Muon kinds."
+        entry, test = self.best
+        size = f"{entry.method.name} − {self.rival.method.name} = {signed(test.mean)} nats"
+        facts = (
+            f"{size}, 95% interval {signed(test.low)} to {signed(test.high)}, p = "
+            f"{p_value(test.p)} over {test.count} seeds, our candidates counted: "
+            f"{len(self.of_kind('ours'))}"
+        ).replace("= <", "< ")
+        if self.planned < SEEDS:
+            return f"preliminary, of fewer than {SEEDS} seeds: {facts}."
+        if self.met:
+            return f"goal met: {facts}."
+        if not test.p < LEVEL:
+            return f"null, no difference can be told: {facts}."
+        if test.mean > 0:
+            return f"goal not met, the best Muon kind is better: {facts}."
+        return f"goal not met, the difference is below {GOAL} nats: {facts}."
+
+
+def results(contest: Contest, losses: Losses) -> list[Result]:
+    """All cells as they stand."""
+    return [_result(contest, cell, losses) for cell in contest.cells()]
+
+
+def _result(contest: Contest, cell: Cell, losses: Losses) -> Result:
+    entries, left_out = [], []
+    for method in contest.entries(cell):
+        choice = contest.tuning(cell, method, losses)[1]
+        finals = contest.finals(cell, method, choice)
+        ended = {seed: losses.of(config) for seed, config in enumerate(finals)}
+        entries.append(Entry(method, choice, {s: x for s, x in ended.items() if x is not None}))
+    for name in contest.methods:
+        why = contest.missing(cell, METHODS[name])
+        if why is not None:
+            left_out.append(why)
+    return Result(cell, contest.seeds, entries, left_out)
+
+
+def write_contest(contest: Contest, root: Path, output: Path) -> list[Result]:
+    """Write the page, contest.csv, the figure, and a page of the tuning runs beside it."""
+    losses = Losses(root)
+    found = results(contest, losses)
+
+    def read(wanted: Callable[[Cell, Losses], list[RunConfig]]) -> list[records.Run]:
+        configs = [config for cell in contest.cells() for config in wanted(cell, losses)]
+        return records.read_runs_of(configs, root)
+
+    title = f"rankfold contest: {contest.preset}"
+    write_report(read(contest.tuning_runs), output / "tuning", f"{title}, tuning")
+    pictures = write_figures(_dot_plot(found), output / "figures")
+    tables = [(r.cell.label, _sentence(r), [_line(r, e) for e in _ranked(r)]) for r in found]
+    findings = Findings("The contest", _words(contest, found), _COLUMNS, tables, pictures)
+    write_report(read(contest.final_runs), output, title, findings)
+    write_csv(output / "tables" / "contest.csv", _csv_lines(found))
+    return found
+
+
+def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
+    met, open_ = sum(r.met is True for r in found), sum(r.met is None for r in found)
+    momenta_and_seeds = " and ".join(map(str, TUNING_SEEDS))
+    return [
+        f"The goal is a loss at least {GOAL} nats below the best Muon kind (muon, whitened, dion) "
+        f"with p < {LEVEL} over {SEEDS} seeds or more. It is met in {met} of {len(found)} "
+        f"comparisons; {open_} of them are open.",
+        "Every method was tuned by the same rule: learning rates in powers of two around its "
+        "centre, each line extended until the best is not at its end, times momenta 0.9 and 0.95, "
+        f"at {contest.shortest:,} steps on seeds {momenta_and_seeds}; at longer horizons the rate "
+        f"alone, on seed {TUNING_SEEDS[0]}. The losses below are of fresh seeds from 0 on. A rate "
+        "marked * was the last of its line. p-values of the tables are of paired t tests as they "
+        "are; that of a verdict is multiplied by the number of our candidates, as the best of "
+        "them is picked on the same seeds. A null is a null, not a tie.",
+    ]
+
+
+def _sentence(result: Result) -> str:
+    verdict = result.verdict[0].upper() + result.verdict[1:]
+    return " ".join([verdict, *(f"Left out: {why}." for why in result.left_out)])
+
+
+def _ranked(result: Result) -> list[Entry]:
+    return sorted(result.entries, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf)
+
+
+def _line(result: Result, entry: Entry) -> list[str]:
+    tuned = ["–", "–"]
+    if entry.choice is not None:
+        mark = "" if entry.choice.interior else "*"
+        tuned = [rate(2.0**entry.choice.exponent) + mark, f"{entry.choice.momentum:g}"]
+    seeds = (
+        f"{len(entry.losses)}"
+        if len(entry.losses) == result.planned
+        else (f"{len(entry.losses)} of {result.planned}")
+    )
+    numbers = [entry.note or fixed(entry.loss, 4), fixed(entry.spread, 4), seeds]
+    for other in (result.named("muon"), result.named("adamw"), result.rival):
+        test = entry.against(other)
+        numbers += [signed(test.mean), p_value(test.p)] if test else ["–", "–"]
+    return [entry.method.name, *tuned, *numbers]
+
+
+def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
+    yield [
+        *("model", "steps", "annealing", "method", "kind", "lr", "momentum", "interior"),
+        *("tuning_loss", "seeds", "diverged", "loss", "std"),
+        *(
+            f"{what}_{n}"
+            for what in ("muon", "adamw", "rival")
+            for n in ("mean", "low", "high", "p")
+        ),
+        *("rival", "goal_met", "verdict"),
+    ]
+    for result in found:
+        cell, rival = result.cell, result.rival
+        for entry in _ranked(result):
+            chosen = entry.choice
+            tuned: list[Any] = [""] * 4
+            if chosen is not None:
+                tuned = [2.0**chosen.exponent, chosen.momentum, int(chosen.interior), chosen.loss]
+            numbers = [entry.loss, entry.spread]
+            for other in (result.named("muon"), result.named("adamw"), rival):
+                test = entry.against(other)
+                numbers += [test.mean, test.low, test.high, test.p] if test else [math.nan] * 4
+            yield [
+                *(cell.model, cell.steps, cell.annealing, entry.method.name, entry.method.kind),
+                *(*tuned, len(entry.losses), entry.diverged),
+                *(x if math.isfinite(x) else "" for x in numbers),
+                rival.method.name if rival else "",
+                "" if result.met is None else int(result.met),
+                result.verdict,
+            ]
+
+
+def _dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
+    """A panel a cell: every method's difference to the best Muon kind with its interval."""
+    shown = [(r, [(e, t) for e in _ranked(r) if (t := e.against(r.rival))]) for r in found]
+    shown = [(result, tests) for result, tests in shown if tests]
+    if not shown:
+        return
+    columns = min(2, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    height = 1.1 + 0.24 * max(len(tests) for _, tests in shown)
+    figure = Figure(figsize=(8, 0.5 + height * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis, (result, tests) in zip(panels, shown, strict=False):
+        for place, (entry, test) in enumerate(tests):
+            low, high = (test.mean - test.low, test.high - test.mean)
+            interval = [[low], [high]] if test.count > 1 else None
+            colour = _COLOURS[entry.method.kind]
+            axis.errorbar(test.mean, place, xerr=interval, fmt="o", color=colour, ms=4, capsize=2)
+        axis.axvline(0, color="#666666", lw=0.8)
+        axis.axvline(-GOAL, color="#008c00", lw=0.8, ls="--")
+        axis.set_yticks(range(len(tests)), [entry.method.name for entry, _ in tests])
+        axis.tick_params(axis="y", length=0)
+        axis.invert_yaxis()
+        axis.set_title(result.cell.label, fontsize=8.5)
+        rival = result.rival.method.name if result.rival else ""
+        axis.set_xlabel(f"loss − {rival}, nats")
+        axis.grid(visible=True, axis="x")
+    for axis in panels[len(shown) :]:
+        axis.set_axis_off()
+    caption = (
+        "Differences to the best Muon kind, paired by seed, with 95% intervals. The dashed line is "
+        f"the goal, {GOAL} nats below it. Blue: ours, brown: Muon kinds, black: AdamW, grey: ours "
+        "for reference."
+    )
+    yield "contest", caption, figure
+
+
+# Before it is run --------------------------------------------------------------------------------
+
+
+def standing(contest: Contest, root: Path) -> str:
+    """What there is to run, cell by cell, and about how long it takes."""
+    losses = Losses(root)
+    lines, whole = [], 0.0
+    for cell in contest.cells():
+        entries = contest.entries(cell)
+        known = [c for c in contest.tuning_runs(cell, losses) if c.training.steps == cell.steps]
+        tuned = sum(losses.of(c) is not None for c in known)
+        finals = contest.final_runs(cell, losses)
+        ended = sum(losses.of(c) is not None for c in finals)
+        planned = contest.seeds * len(entries)
+        left = len(known) - tuned + planned - ended
+        words = [f"tuning {tuned} of {len(known)} runs known so far"]
+        words.append(f"comparison {ended} of {planned}")
+        seconds = _seconds_a_step([*known, *finals], root, losses)
+        if seconds is None:
+            words.append(f"{left * cell.steps:,} steps left")
+        else:
+            whole += left * cell.steps * seconds
+            time = f"about {left * cell.steps * seconds / 60:.0f} min left"
+            words.append(f"{time} at {1000 * seconds:.1f} ms a step")
+        lines.append(f"{cell.label}: {', '.join(words)}")
+        lines += [
+            f"  left out: {contest.missing(cell, METHODS[n])}"
+            for n in contest.methods
+            if contest.missing(cell, METHODS[n])
+        ]
+        lines += [f"  {records.status_of(root / c.key):>9}  {c.key}" for c in (*known, *finals)]
+    if whole:
+        lines.append(f"about {whole / 60:.0f} min in all, of cells that have been timed")
+    return "\n".join(lines)
+
+
+def _seconds_a_step(configs: Sequence[RunConfig], root: Path, losses: Losses) -> float | None:
+    """The median of a few runs that have ended; a step alone, without start and validation."""
+    ended = [config for config in configs if losses.of(config) is not None][:_TIMED_RUNS]
+    values = [v for r in records.read_runs_of(ended, root) for v in r.step_seconds.values]
+    return median(values) if values else None

@@ -1,0 +1,47 @@
+"""The recommended optimizer is its table, on a model or on grids, and gives way to options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rankfold
+from rankfold.defaults import RECOMMENDED
+
+from .heads import Heads
+
+
+def options_of(optimizer: rankfold.RiemannianSGD) -> dict[str, object]:
+    return {name: optimizer.param_groups[0][name] for name in RECOMMENDED}
+
+
+def test_a_model_gets_its_attention_products() -> None:
+    model = nn.TransformerEncoderLayer(16, 2)
+    optimizer = rankfold.recommended(model)
+    assert options_of(optimizer) == RECOMMENDED
+    grids = rankfold.attention_grids(model)
+    assert optimizer.param_groups[0]["grid_names"] == [grid.name for grid in grids]
+    assert not rankfold.geometries.is_isometry(RECOMMENDED["geometry"])
+
+
+def test_grids_are_taken_as_they_are_and_trained() -> None:
+    """Of any kind RiemannianSGD takes, from factors that are not orthonormal."""
+    for form in (lambda g: g, lambda g: [g], lambda g: [{"grids": [g], "momentum": 0.5}]):
+        model = Heads()
+        with torch.no_grad():
+            model.a.mul_(1.5)
+        optimizer = rankfold.recommended(form(model.grid()))
+        losses = model.run(optimizer, 50)
+        assert losses[-1] < losses[0] - 0.5
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def test_everything_can_be_overridden() -> None:
+    optimizer = rankfold.recommended(Heads().grid(), 0.1, momentum=0.5, geometry="fixed-quotient")
+    wanted = {**RECOMMENDED, "lr": 0.1, "momentum": 0.5, "geometry": "fixed-quotient"}
+    assert options_of(optimizer) == wanted
+    with pytest.raises(TypeError, match="rate"):
+        rankfold.recommended(Heads().grid(), rate=1)
+    with pytest.raises(TypeError):
+        RECOMMENDED["lr"] = 1.0  # type: ignore[index]
