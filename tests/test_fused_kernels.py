@@ -314,8 +314,8 @@ def test_steps_above_the_rank_of_fused_kernels(
     for name_of, happened in theirs.events.items():
         assert ours.events[name_of].tolist() == happened.tolist()
     # Against float64, since the plain form in float32 is off by as much.
-    wide = (Pair(*(x.double() for x in pair)) for pair in (point, grad, held))
-    exact = product(geometry.step(*wide, opts).point)
+    at, along, kept = (Pair(*(x.double() for x in pair)) for pair in (point, grad, held))
+    exact = product(geometry.step(at, along, kept, opts).point)
     moved = torch.linalg.matrix_norm(exact - product(point).double())
     off = torch.linalg.matrix_norm(product(ours.point).double() - exact)
     assert (off[::2] < 2e-5 * moved[::2] + 20 * EPS).all()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import Factor, Grid, direct, kernels, stacks, workspace
+from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, stacks, workspace
 from rankfold.geometries import GEOMETRIES, Pair
 from rankfold.stacks import Plan, grad_of, itself
 
@@ -95,6 +95,39 @@ def test_reads_what_bundles_hold(layout: str, dtype: torch.dtype) -> None:
             for ours, theirs in zip(read, stack.read(buffers), strict=True):
                 assert ours.is_contiguous()
                 assert torch.equal(ours, theirs)
+
+
+@in_kernels
+def test_stacked_parameters_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece and in chunks, and the step is the one of parameters that are gathered."""
+
+    def steps(split: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        a, b = (torch.randn(6, M, R, generator=generator).to(DEVICE) for _ in range(2))
+        z = torch.randn(6, M, M, generator=generator).to(DEVICE)
+        stacked, grads = (a, b), (z @ b, z.mT @ a)
+        if split:
+            left, right = ([torch.nn.Parameter(x) for x in side] for side in stacked)
+            grids = [Grid(a, b) for a, b in zip(left, right, strict=True)]
+        else:
+            left, right = ([torch.nn.Parameter(x)] for x in stacked)
+            grids = [Grid(left[0], right[0], groups=6)]
+        for side, g in zip((left, right), grads, strict=True):
+            for p, each in zip(side, g if split else [g], strict=True):
+                p.grad = each.clone()
+        optimizer = RiemannianSGD(grids, 0.1, geometry="fixed-quotient", momentum=0.9)
+        for _ in range(3):
+            optimizer.step()
+        return [torch.stack([p.detach() for p in side]).view(6, M, R) for side in (left, right)]
+
+    for most in (workspace._WORKSPACE_BYTES, 4 * 8 * 2 * M * R * 2):
+        monkeypatch.setattr(workspace, "_WORKSPACE_BYTES", most)
+        monkeypatch.setattr(workspace, "_OF_FACTORS", 0)
+        expected = steps(split=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels.moving, "gather", None)
+            found = steps(split=False)
+        assert all(map(torch.equal, found, expected))
 
 
 @in_kernels

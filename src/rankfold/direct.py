@@ -109,6 +109,13 @@ class Side:
             return found
         return [t.float() for t in found]
 
+    def in_place(self, tensors: list[Tensor]) -> Tensor | None:
+        """All blocks (count, m, r) where they lie, if that is how a stack has them."""
+        if len(tensors) > 1 or tensors[0].dtype != torch.float32:
+            return None
+        blocks = self._factors[0].view_blocks(tensors[0].detach()[None])
+        return blocks.flatten(0, -3) if blocks.is_contiguous() else None
+
     def table(self, kind: str, tensors: list[Tensor]) -> Table:
         """Where the blocks of these tensors lie; kept, by kind, until one of them moves."""
         key = tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
@@ -196,15 +203,18 @@ class Direct:
         self.stacks = stacks
         self.kinds: Collection[str] = set(tensors)
         self._tables: dict[int, list[dict[str, Table]]] = {id(stack): [] for stack in stacks}
+        self._in_place: dict[int, list[dict[str, Tensor | None]]] = {id(s): [] for s in stacks}
         self._held: list[list[Tensor]] = []  # a copy must last until it is read
         for stack in stacks:
             for side in stack.sides:
-                tables = {}
+                tables, views = {}, {}
                 for kind, of in tensors.items():
                     if kind != "master" or side.rounded:
                         self._held.append(side.tensors(of))
                         tables[kind] = side.table(kind, self._held[-1])
+                        views[kind] = side.in_place(self._held[-1])
                 self._tables[id(stack)].append(tables)
+                self._in_place[id(stack)].append(views)
 
     def _cut(self, kind: str, stack: Stack, members: slice) -> list[tuple[Table, Table | None]]:
         """The tables of each side, and of its masters if these are weights that have them."""
@@ -216,10 +226,17 @@ class Direct:
         return found
 
     def read(self, kind: str, stack: Stack, members: slice) -> Pair:
-        """(members, I, m, r) and (members, J, n, r), always copies."""
-        read = (kernels.moving.gather(*tables) for tables in self._cut(kind, stack, members))
-        sides = zip(read, stack.sides, strict=True)
-        return Pair(*(x.view(-1, side.blocks, *x.shape[1:]) for x, side in sides))
+        """(members, I, m, r) and (members, J, n, r): views of what lies like that, or copies."""
+        found = []
+        cut, views = self._cut(kind, stack, members), self._in_place[id(stack)]
+        for side, tables, lying in zip(stack.sides, cut, views, strict=True):
+            blocks = lying[kind]
+            if blocks is None:
+                blocks = kernels.moving.gather(*tables)
+            else:
+                blocks = blocks[members.start * side.blocks : members.stop * side.blocks]
+            found.append(blocks.view(-1, side.blocks, *blocks.shape[1:]))
+        return Pair(*found)
 
     def write(self, stack: Stack, members: slice, point: Pair, momentum: Pair | None) -> None:
         """Put the new point, and momentum, of these members into parameters and state."""
