@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # torch first and on its own: a range would pull several gigabytes of CUDA packages.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: test lint demo clean
+.PHONY: test lint demo docs clean
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
@@ -17,6 +17,9 @@ lint: $(VENV)/.dev
 
 demo: $(VENV)/.demo
 	$(BIN)/rankfold compare --preset tiny
+
+docs: $(VENV)/.dev  # the documentation site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.base: constraints.txt
 	$(PYTHON) -m venv $(VENV)
