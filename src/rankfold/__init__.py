@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import diagnostics
-from .adapters import attention_grids
+from .adapters import attention_grids, full_rank_start_
 from .defaults import recommended
 from .factors import Factor, Grid
 from .optimizer import RiemannianSGD
@@ -18,6 +18,7 @@ __all__ = [
     "__version__",
     "attention_grids",
     "diagnostics",
+    "full_rank_start_",
     "orthonormalize_",
     "recommended",
 ]
