@@ -164,6 +164,15 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"norm_floor": c}, ("norm_floor must be finite and positive", f"got {c}"))
         for c in (0.0, -1.0, math.nan, math.inf)
     ),
+    ({"weight_decay": -0.1}, ("weight_decay must be finite and not negative", "got -0.1")),
+    ({"weight_decay": math.inf}, ("weight_decay must be finite", "got inf")),
+    ({"weight_decay": 0.1, "decay_to": -1.0}, ("decay_to must be finite and not negative",)),
+    ({"decay_to": 1.0}, ("decay_to", "weight_decay", "needs one above 0")),
+    ({"weight_decay": 10.0}, ("lr times weight_decay must be below 1", "0.1 · 10.0")),
+    (
+        {"weight_decay": 0.1, "geometry": "isometry-quotient"},
+        ("isometry-quotient has no weight_decay", "isometry"),
+    ),
     ({"geometry": "stiefel"}, ("unknown geometry 'stiefel'", *GEOMETRIES)),
     ({"nesterov": True, "momentum": 0.0}, ("nesterov=True needs a momentum above 0",)),
     (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .factors import Grid, describe
-from .geometries import GEOMETRIES, Pair, geometry_for
+from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry
 from .linalg import frobenius, skew
 from .schatten import by_products, exponent
 
@@ -67,6 +67,26 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
         )
     _check_normalization(options)
+    check_decay(options)
+
+
+def check_decay(options: Mapping[str, Any]) -> None:
+    """Raise if an option of weight decay is out of range; the learning rate may have changed."""
+    decay, target, lr = options["weight_decay"], options["decay_to"], options["lr"]
+    for option, value in (("weight_decay", decay), ("decay_to", target)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{option} must be finite and not negative, got {value}")
+    if decay and is_isometry(options["geometry"]):
+        raise ValueError(
+            f"{options['geometry']} has no weight_decay: singular values of an isometry are all 1"
+        )
+    if target and not decay:
+        raise ValueError("decay_to is where weight_decay leads, and needs one above 0")
+    if not isinstance(lr, Tensor) and lr * decay >= 1:
+        raise ValueError(
+            f"lr times weight_decay must be below 1, the share of a weight that a step may take, "
+            f"got {lr} · {decay}"
+        )
 
 
 def check_schatten(name: str, p: float | None, lefts: int, rights: int) -> None:

@@ -80,7 +80,7 @@ def measure(
             found[f"{what}_{kind}_norm"] = size
     limit = geometry.step_limit(frame, step)
     if limit is not None:
-        found["step_share"] = torch.where(skipped, 0, moved / limit)
+        found["step_share"] = torch.where(skipped, 0, moved / limit / (1 - options.shrink))
     found["precision"] = torch.full_like(moved, torch.finfo(point.left.dtype).eps)
     return found
 

@@ -63,5 +63,7 @@ def step_options(group: dict[str, Any], geometry: Geometry, largest: float) -> S
         rank_floor=group["rank_floor"],
         capturable=group["capturable"],
         nesterov=group["nesterov"],
+        weight_decay=group["weight_decay"],
+        decay_to=group["decay_to"],
         largest=largest,
     )

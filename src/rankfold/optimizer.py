@@ -1,4 +1,4 @@
-"""RiemannianSGD: options, state, and one loop over stacks."""
+"""RiemannianSGD: options, and one loop over stacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from . import checks
 from .diagnostics import measure
@@ -17,18 +16,17 @@ from .factors import Grid, require_disjoint
 from .geometries import EVENTS, geometry_for, is_isometry
 from .groups import as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
-from .precision import current_device, exact_arithmetic, working_dtype
-from .stacks import Plan, Stack, TensorOf, grad_of, itself, needs_master, plans_for
+from .precision import current_device, exact_arithmetic
+from .stacks import Plan, Stack, TensorOf, grad_of, itself, plans_for
+from .state import StatefulOptimizer
 
 Group = dict[str, Any]
 
-# What a parameter group holds beside torch's own keys and the options.
-_GRID_KEYS = ("grids", "grid_names")
 # Plans kept for different sets of grids with gradients; a model has a few of these at most.
 _MOST_PLANS = 32
 
 
-class RiemannianSGD(Optimizer):
+class RiemannianSGD(StatefulOptimizer):
     """Riemannian gradient descent on products ``W_ij = A_i B_jᵀ`` of factors.
 
     Args:
@@ -46,6 +44,11 @@ class RiemannianSGD(Optimizer):
             when steps are measured by their largest singular value, which gives every singular
             value of a step about the same size, as Muon does to a matrix that is no product.
             ``fixed-quotient`` has ``"schatten-p"`` for all 1 ≤ p ≤ ``inf``.
+        weight_decay: λ ≥ 0, for fixed-rank geometries. Before each step the product is scaled by
+            1 − ηλ, and the step goes from there, as AdamW's does; the momentum stays the matrix
+            it is.
+        decay_to: σ ≥ 0: with a weight decay singular values are drawn to this number instead of 0,
+            W + ηλ (σ polar(W) − W).
         norm_floor: c > 0; steps are divided by max(norm, c).
         retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single
@@ -82,6 +85,8 @@ class RiemannianSGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         normalize: str | None = "metric",
+        weight_decay: float = 0.0,
+        decay_to: float = 0.0,
         norm_floor: float = 2**-23,
         retraction: str | None = None,
         maximize: bool = False,
@@ -98,6 +103,8 @@ class RiemannianSGD(Optimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "normalize": normalize,
+            "weight_decay": weight_decay,
+            "decay_to": decay_to,
             "norm_floor": norm_floor,
             "retraction": retraction,
             "maximize": maximize,
@@ -202,6 +209,7 @@ class RiemannianSGD(Optimizer):
     @uncompiled
     def _look(self, group: Group, plan: Plan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
+        checks.check_decay(group)
         if group["on_nonfinite"] == "raise":
             for mover in movers(plan, {"grad": grad_of}):
                 for stack, at in chunks(mover):
@@ -317,81 +325,3 @@ class RiemannianSGD(Optimizer):
                 for member, events in stack.counts().items():
                     total.setdefault(member, Counter()).update(events)
         return total
-
-    def reset_momentum(self) -> None:
-        """Forget all momentum: the hard reset, for runs whose past has become misleading."""
-        for state in self.state.values():
-            state.pop("momentum", None)
-
-    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, with a master on its device if it needs one."""
-        state: dict[str, Tensor] = self.state[param]
-        if needs_master(param):
-            master = state.get("master")
-            if master is None:
-                state["master"] = param.detach().to(working_dtype(param.dtype))
-            elif master.device != param.device:
-                state["master"] = master.to(param.device)
-        return state
-
-    def _master_of(self, param: Tensor) -> Tensor:
-        """The master of a parameter that needs one, in working precision."""
-        state, dtype = self._state_of(param), working_dtype(param.dtype)
-        if state["master"].dtype != dtype:
-            state["master"] = state["master"].to(dtype)
-        return state["master"]
-
-    def _momentum_of(self, param: Tensor) -> Tensor:
-        """The parameter's momentum, of its shape, in working precision and on its device."""
-        state: dict[str, Tensor] = self.state[param]
-        momentum = state.get("momentum")
-        dtype = working_dtype(param.dtype)
-        if momentum is None:
-            momentum = torch.zeros_like(param, dtype=dtype)
-        elif momentum.device != param.device or momentum.dtype != dtype:
-            momentum = momentum.to(param.device, dtype)
-        state["momentum"] = momentum
-        return momentum
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; grids are left out, since they are code, not state."""
-
-        def without_grids(_: Optimizer, saved: dict[str, Any]) -> None:
-            for group in saved["param_groups"]:
-                for key in _GRID_KEYS:
-                    del group[key]
-
-        hook = self.register_state_dict_post_hook(without_grids, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            hook.remove()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options, momenta and masters; grids stay this optimizer's own.
-
-        State goes to the devices of its parameters and keeps its dtype, where torch would cast
-        float32 masters and momenta to the dtype of a bfloat16 parameter.
-        """
-        own_grids = [{key: group[key] for key in _GRID_KEYS} for group in self.param_groups]
-        loaded: dict[str, Any] = {}
-
-        def remember(_: Optimizer, saved: dict[str, Any]) -> None:
-            loaded.update(saved)
-
-        def restore(_: Optimizer) -> None:
-            for group, grids in zip(self.param_groups, own_grids, strict=True):
-                group.update(grids)
-            ids = [i for group in loaded["param_groups"] for i in group["params"]]
-            params = [p for group in self.param_groups for p in group["params"]]
-            for index, param in zip(ids, params, strict=True):
-                for key, value in loaded["state"].get(index, {}).items():
-                    self.state[param][key] = value.detach().to(param.device, copy=True)
-
-        before = self.register_load_state_dict_pre_hook(remember)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()

@@ -50,7 +50,14 @@ class StepOptions:
     rank_floor: float = 0.0
     capturable: bool = False
     nesterov: bool = False
+    weight_decay: float = 0.0
+    decay_to: float = 0.0
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
+
+    @property
+    def shrink(self) -> float | Tensor:
+        """The share ηλ of the singular values' distance to their target that a step takes away."""
+        return self.lr * self.weight_decay
 
     @property
     def reach(self) -> float | None:
@@ -212,7 +219,8 @@ class Geometry(ABC):
         if options.trust_region is not None:
             limit = self.step_limit(frame, direction)
             if limit is not None:
-                limit = options.trust_region * limit
+                # Of the point after decay, whose singular values have fallen by no more than this.
+                limit = options.trust_region * (1 - options.shrink) * limit
                 clipped = scale.abs() > limit
                 before = events.get("clipped")
                 events["clipped"] = clipped if before is None else clipped | before

@@ -29,8 +29,9 @@ class OptimizerConfig:
     `lab/muon.py`), "frozen" (they stay as they began) or a geometry. ``momentum`` is Muon's, too,
     and ``weight_decay`` that of AdamW and Muon. ``nesterov``, ``normalize`` ("metric", "spectral",
     "none" or "schatten-p") and ``retraction`` are for geometries; an empty
-    one is the geometry's own. ``masters`` keeps float32 copies of bfloat16 weights between steps;
-    without, every step is rounded.
+    one is the geometry's own. ``product_decay`` and ``decay_to`` are the weight decay of products.
+    ``masters`` keeps float32 copies of bfloat16 weights between steps; without, every step is
+    rounded.
     """
 
     name: str = "adamw"
@@ -42,6 +43,8 @@ class OptimizerConfig:
     norm_floor: float = 2.0**-23
     retraction: str = ""
     weight_decay: float = 0.01
+    product_decay: float = 0.0
+    decay_to: float = 0.0
     masters: bool = True
 
 

@@ -120,6 +120,8 @@ class Riemannian:
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
+            weight_decay=config.product_decay,
+            decay_to=config.decay_to,
             capturable=self.capturable,
         )
 
