@@ -33,10 +33,26 @@ class Beyond(Reference):
         *args: Any,
         weight_decay: float = 0.0,
         decay_to: float = 0.0,
+        momentum_form: str = "smoothing",
+        second_moment: float = 0.0,
+        bias_correction: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.weight_decay, self.decay_to = weight_decay, decay_to
+        self.heavy = momentum_form == "heavy-ball"
+        self.beta, self.bias_correction = second_moment, bias_correction
+        self.squares: list[float] = []
+        self.taken = 0
+
+    def size(self, vector: Tensor) -> float:
+        """What a step along a vector is divided by."""
+        if not self.beta:
+            return self.divisor(vector)
+        # The newest last; weights that add up to 1 make it a mean.
+        weights = [self.beta**k for k in range(len(self.squares))][::-1]
+        total = sum(w * s for w, s in zip(weights, self.squares, strict=True))
+        return max(float((total / sum(weights)) ** 0.5), self.norm_floor)
 
     def decay(self, vectors: list[Tensor]) -> list[Tensor]:
         """Move to the decayed product, and give vectors there with the same matrices."""
@@ -50,9 +66,22 @@ class Beyond(Reference):
 
     def step(self, grad: Any) -> None:
         gradient, nu = self.gradient(grad), self.momentum
-        self.M = nu * self.M + (1 - nu) * gradient
-        along = nu * self.M + (1 - nu) * gradient if self.nesterov else self.M
-        step = -self.lr * along / self.divisor(along)
+        if self.normalize is not None:
+            kind = torch.linalg.matrix_norm(self.matrix(gradient), ord=2)
+            if self.normalize == "metric":
+                kind = self.metric(gradient, gradient).sqrt()
+            self.squares.append(float(kind) ** 2)
+        self.taken += 1
+        if self.heavy:
+            fresh = -self.lr * gradient / self.size(gradient)
+            self.M = nu * self.M + fresh
+            step = nu * self.M + fresh if self.nesterov else self.M
+        else:
+            self.M = nu * self.M + (1 - nu) * gradient
+            along = nu * self.M + (1 - nu) * gradient if self.nesterov else self.M
+            if self.bias_correction:
+                along = along / (1 - nu ** (self.taken + self.nesterov))
+            step = -self.lr * along / self.size(along)
         if self.weight_decay:
             step, self.M = self.decay([step, self.M])
         self.move_to(*self.retract(step))

@@ -18,6 +18,7 @@ from .schatten import by_products, exponent
 
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
+MOMENTUM_FORMS = ("smoothing", "heavy-ball")
 ON_NONFINITE = ("skip", "raise")
 
 # Largest spectral norm of UᵀU − I that counts as orthonormal; one step repairs what is below it.
@@ -37,8 +38,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"lr must be finite and not negative, got {lr}")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-    if options["nesterov"] and not momentum:
-        raise ValueError("nesterov=True needs a momentum above 0")
     if not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"norm_floor must be finite and positive, got {floor}")
     if options["capturable"]:
@@ -67,7 +66,34 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
         )
     _check_normalization(options)
+    _check_momentum(options)
     check_decay(options)
+
+
+def _check_momentum(options: Mapping[str, Any]) -> None:
+    form, beta = options["momentum_form"], options["second_moment"]
+    if form not in MOMENTUM_FORMS:
+        raise ValueError(f"momentum_form must be one of {MOMENTUM_FORMS}, got {form!r}")
+    if not options["momentum"]:
+        for option, needs in (
+            ("nesterov=True", options["nesterov"]),
+            ("bias_correction=True", options["bias_correction"]),
+            ("momentum_form='heavy-ball'", form == "heavy-ball"),
+        ):
+            if needs:
+                raise ValueError(f"{option} needs a momentum above 0")
+    if options["bias_correction"] and form == "heavy-ball":
+        raise ValueError(
+            "bias_correction is for momentum_form='smoothing': a heavy ball is the last step, "
+            "and no mean of gradients"
+        )
+    if not 0 <= beta < 1:
+        raise ValueError(f"second_moment must be in [0, 1), got {beta}")
+    if beta and options["normalize"] not in ("metric", "spectral"):
+        raise ValueError(
+            "second_moment is a running mean of squared norms: choose which with "
+            f"normalize='metric' or 'spectral', not {options['normalize']!r}"
+        )
 
 
 def check_decay(options: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from .groups import as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
 from .precision import current_device, exact_arithmetic
 from .stacks import Plan, Stack, TensorOf, grad_of, itself, plans_for
-from .state import StatefulOptimizer
+from .state import RunningNumbers, StatefulOptimizer
 
 Group = dict[str, Any]
 
@@ -37,7 +37,15 @@ class RiemannianSGD(StatefulOptimizer):
         geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
             ``"isometry-quotient"`` or ``"isometry-canonical"``.
         momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
-        nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum.
+        momentum_form: ``"smoothing"`` is that. ``"heavy-ball"`` keeps the last step itself, and a
+            step is ν·(transported last step) − η·gradient; ``normalize`` is then of the gradient.
+        nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum;
+            with a heavy ball along ν·(step) − η·gradient, while the step is kept.
+        bias_correction: divide the momentum by the sum 1 − ν^t of the weights in it. Steps that are
+            normalized by their own length do not notice.
+        second_moment: β in [0, 1); above 0 a step is divided not by its own norm but by the root of
+            the running mean (with the weight 1 − β for the newest, bias-corrected) of the squared
+            norms of gradients: Adam with one number a member. Needs a ``normalize`` that is a norm.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
             of the tangent matrix, of the stacked matrix for a grid), None, or
             ``"schatten-inf"``: not the gradient scaled, but the direction of steepest descent
@@ -83,7 +91,10 @@ class RiemannianSGD(StatefulOptimizer):
         *,
         geometry: str,
         momentum: float = 0.0,
+        momentum_form: str = "smoothing",
         nesterov: bool = False,
+        bias_correction: bool = False,
+        second_moment: float = 0.0,
         normalize: str | None = "metric",
         weight_decay: float = 0.0,
         decay_to: float = 0.0,
@@ -101,7 +112,10 @@ class RiemannianSGD(StatefulOptimizer):
             "lr": lr,
             "geometry": geometry,
             "momentum": momentum,
+            "momentum_form": momentum_form,
             "nesterov": nesterov,
+            "bias_correction": bias_correction,
+            "second_moment": second_moment,
             "normalize": normalize,
             "weight_decay": weight_decay,
             "decay_to": decay_to,
@@ -186,7 +200,10 @@ class RiemannianSGD(StatefulOptimizer):
                 self._look(group, plan)
             for group, plan in ready:
                 with current_device(plan.device):
-                    self._update(group, plan)
+                    running = self._running_of(group, plan)
+                    self._update(group, plan, running)
+                    for numbers in running.values():
+                        numbers.finish()
 
     @uncompiled
     def _plans_of(self, index: int, group: Group) -> list[Plan]:
@@ -236,7 +253,7 @@ class RiemannianSGD(StatefulOptimizer):
             for stack in plan.stacks:
                 checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
 
-    def _update(self, group: Group, plan: Plan) -> None:
+    def _update(self, group: Group, plan: Plan, running: dict[int, RunningNumbers]) -> None:
         tensors: dict[str, TensorOf] = {"weight": itself, "grad": grad_of}
         tensors["master"] = self._master_of
         if group["momentum"] > 0:
@@ -246,22 +263,32 @@ class RiemannianSGD(StatefulOptimizer):
                 self.state.get(param, {}).pop("momentum", None)
         for mover in movers(plan, tensors):
             for stack, members in chunks(mover):
-                self._advance(group, mover, stack, members)
+                self._advance(group, mover, stack, members, running.get(id(stack)))
             mover.finish()
 
-    def _advance(self, group: Group, mover: Mover, stack: Stack, members: slice) -> None:
+    def _advance(
+        self,
+        group: Group,
+        mover: Mover,
+        stack: Stack,
+        members: slice,
+        numbers: RunningNumbers | None,
+    ) -> None:
         """Move one chunk, and let go of all it took before the next one begins."""
         geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
         options = step_options(group, geometry, stack.largest)
         point = mover.read("weight", stack, members)
         grad = mover.read("grad", stack, members)
         before = mover.read("momentum", stack, members) if options.momentum > 0 else None
-        outcome = geometry.step(point, grad, before, options)
+        running = None if numbers is None else numbers.read(members)
+        outcome = geometry.step(point, grad, before, options, running)
         if self._recorded is not None and self._recording:
             # Before anything is written: these may be views of what is written into.
-            numbers = measure(geometry, point, grad, before, outcome, options)
-            self._recorded.append((stack.members[members], numbers))
+            measured = measure(geometry, point, grad, before, outcome, options, running)
+            self._recorded.append((stack.members[members], measured))
         mover.write(stack, members, outcome.point, outcome.momentum)
+        if numbers is not None and outcome.running is not None:
+            numbers.write(members, outcome.running)
         stack.count(outcome.events, members)
 
     def counts(self) -> dict[str, dict[str, int]]:

@@ -8,20 +8,80 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .eager import uncompiled
+from .geometries.course import Running
 from .precision import working_dtype
-from .stacks import needs_master
+from .stacks import Plan, Stack, needs_master
 
 # What a parameter group holds beside torch's own keys and the options.
 _GRID_KEYS = ("grids", "grid_names")
 
 
+# Numbers of a grid's members go by its name, with its first left parameter, which may serve others.
+_RUNNING = "running:"
+
+
+class RunningNumbers:
+    """The `Running` numbers of a stack during one step, (batch, 3), from those of its grids."""
+
+    def __init__(self, grids: list[Tensor]) -> None:
+        self._grids = grids
+        self._numbers = torch.cat(grids)
+
+    def read(self, members: slice) -> Running:
+        """Of these members, as they were before the step."""
+        return Running(*self._numbers[members].unbind(1))
+
+    def write(self, members: slice, running: Running) -> None:
+        """As they are after it."""
+        self._numbers[members] = torch.stack(running, 1)
+
+    def finish(self) -> None:
+        """Into the state, in place, so that a recorded graph goes on with it."""
+        parts = torch.split(self._numbers, [len(grid) for grid in self._grids])
+        torch._foreach_copy_(self._grids, list(parts))
+
+
 class StatefulOptimizer(Optimizer):
-    """Masters and momenta by parameter, and checkpoints of them that hold no grids."""
+    """Masters, momenta and numbers of members, and checkpoints of them that hold no grids."""
 
     def reset_momentum(self) -> None:
-        """Forget all momentum: the hard reset, for runs whose past has become misleading."""
+        """Forget all momentum, and running means: the hard reset, where the past misleads."""
         for state in self.state.values():
-            state.pop("momentum", None)
+            for key in [k for k in state if k == "momentum" or k.startswith(_RUNNING)]:
+                del state[key]
+
+    @uncompiled
+    def _running_of(self, group: dict[str, Any], plan: Plan) -> dict[int, RunningNumbers]:
+        """By stack, where the group asks for them; let go of where it does not.
+
+        To be called before a new momentum is made, which weighs nothing yet.
+        """
+        if group["second_moment"] or group["bias_correction"]:
+            return {id(stack): self._running_of_stack(stack) for stack in plan.stacks}
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            for key in [key for key in state if key.startswith(_RUNNING)]:
+                del state[key]
+        return {}
+
+    def _running_of_stack(self, stack: Stack) -> RunningNumbers:
+        found: list[Tensor] = []
+        first = 0
+        for source in stack.sources:
+            for param in source.left[0].params:
+                key = _RUNNING + stack.members[first].rpartition("[")[0]
+                state: dict[str, Tensor] = self.state[param]
+                numbers = state.get(key)
+                if numbers is None:
+                    numbers = torch.zeros(source.groups, 3, dtype=stack.dtype, device=param.device)
+                    numbers[:, 0] = float("momentum" in state)
+                elif numbers.device != param.device or numbers.dtype != stack.dtype:
+                    numbers = numbers.to(param.device, stack.dtype)
+                state[key] = numbers
+                found.append(numbers)
+                first += source.groups
+        return RunningNumbers(found)
 
     def _state_of(self, param: Tensor) -> dict[str, Tensor]:
         """The parameter's state, with a master on its device if it needs one."""
@@ -68,7 +128,7 @@ class StatefulOptimizer(Optimizer):
             hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options, momenta and masters; grids stay this optimizer's own.
+        """Load options, momenta, masters and numbers; grids stay this optimizer's own.
 
         State goes to the devices of its parameters and keeps its dtype, where torch would cast
         float32 masters and momenta to the dtype of a bfloat16 parameter.

@@ -100,6 +100,9 @@ class FixedQuotient(Geometry):
             tall.turned_square(flatten_blocks(tangent.right), frame.left.lower),
         )
 
+    def vector(self, frame: GramFrame, coords: WeighedTangent) -> Pair:
+        return coords.vector
+
     def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         return torch.sqrt(coords.left + coords.right)
 

@@ -27,9 +27,10 @@ class OptimizerConfig:
 
     ``name`` is "adamw", "muon" (on each head's factors), "whitened" (Muon on pairs of them, see
     `lab/muon.py`), "frozen" (they stay as they began) or a geometry. ``momentum`` is Muon's, too,
-    and ``weight_decay`` that of AdamW and Muon. ``nesterov``, ``normalize`` ("metric", "spectral",
-    "none" or "schatten-p") and ``retraction`` are for geometries; an empty
-    one is the geometry's own. ``product_decay`` and ``decay_to`` are the weight decay of products.
+    and ``weight_decay`` that of AdamW and Muon. ``momentum_form``, ``nesterov``,
+    ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none" or
+    "schatten-p") and ``retraction`` are for geometries; an empty one is the geometry's own.
+    ``product_decay`` and ``decay_to`` are the weight decay of products.
     ``masters`` keeps float32 copies of bfloat16 weights between steps; without, every step is
     rounded.
     """
@@ -38,7 +39,10 @@ class OptimizerConfig:
     lr: float = 2.0**-12
     other_lr: float = 2.0**-10
     momentum: float = 0.0
+    momentum_form: str = "smoothing"
     nesterov: bool = False
+    bias_correction: bool = False
+    second_moment: float = 0.0
     normalize: str = "metric"
     norm_floor: float = 2.0**-23
     retraction: str = ""

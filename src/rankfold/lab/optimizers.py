@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from ..geometries import is_isometry
-from ..geometries.base import LONGEST_CAPTURED
+from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
 from .config import OptimizerConfig
@@ -106,6 +106,7 @@ class Riemannian:
     def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
         bounded = is_isometry(config.name) and config.normalize != "none"
+        bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
         p = exponent(config.normalize)
         recordable = (p is None or by_products(p)) and not (
             bounded and config.lr > LONGEST_CAPTURED
@@ -116,7 +117,10 @@ class Riemannian:
             _rate(config.lr, model.embedding.weight, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
+            momentum_form=config.momentum_form,
             nesterov=config.nesterov,
+            bias_correction=config.bias_correction,
+            second_moment=config.second_moment,
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
