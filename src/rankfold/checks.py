@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import tall
 from .factors import Grid, describe
-from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry
+from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry, scale
 from .linalg import frobenius, skew
 from .schatten import by_products, exponent
 
@@ -68,6 +69,23 @@ def check_options(options: Mapping[str, Any]) -> None:
     _check_normalization(options)
     _check_momentum(options)
     check_decay(options)
+    _check_scale(options)
+
+
+def _check_scale(options: Mapping[str, Any]) -> None:
+    rate = options["scale_lr"]
+    if rate is None:
+        return
+    if not is_isometry(options["geometry"]):
+        raise ValueError(
+            f"scale_lr is for isometries: products of {options['geometry']} have sizes of their own"
+        )
+    if isinstance(rate, Tensor) and rate.dim() > 0:
+        raise ValueError(f"a tensor scale_lr must be 0-dim, got shape {tuple(rate.shape)}")
+    if not (math.isfinite(float(rate)) and float(rate) >= 0):
+        raise ValueError(f"scale_lr must be finite and not negative, got {rate}")
+    if options["capturable"] and not isinstance(rate, Tensor):
+        raise ValueError("capturable=True needs scale_lr as a 0-dim tensor, like lr")
 
 
 def _check_momentum(options: Mapping[str, Any]) -> None:
@@ -104,7 +122,8 @@ def check_decay(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{option} must be finite and not negative, got {value}")
     if decay and is_isometry(options["geometry"]):
         raise ValueError(
-            f"{options['geometry']} has no weight_decay: singular values of an isometry are all 1"
+            f"{options['geometry']} has no weight_decay: singular values of an isometry are all 1; "
+            "scale_lr learns a scale for them"
         )
     if target and not decay:
         raise ValueError("decay_to is where weight_decay leads, and needs one above 0")
@@ -218,15 +237,23 @@ def orthonormal_tolerance(rounded: bool) -> float:
     return _ORTHONORMAL_ROUNDED if rounded else _ORTHONORMAL
 
 
-def check_orthonormal(members: Sequence[str], point: Pair, rounded: bool) -> None:
-    """Raise if factors of ``(batch, blocks, m, r)`` are not orthonormal; synchronises."""
+def check_orthonormal(
+    members: Sequence[str], point: Pair, rounded: bool, scaled: bool = False
+) -> None:
+    """Raise if factors of ``(batch, blocks, m, r)`` are not orthonormal; synchronises.
+
+    ``scaled`` ones may be so but for one number a side.
+    """
     tolerance = orthonormal_tolerance(rounded)
-    for side, blocks in zip(("left", "right"), point, strict=True):
+    for side, blocks, size in zip(("left", "right"), point, scale.sizes(point), strict=True):
+        if scaled:
+            blocks = blocks / tall.per_member(size, blocks)
         worst = orthonormality_defect(blocks).amax(1).tolist()
         for member, defect in zip(members, worst, strict=True):
             if not defect <= tolerance:
                 raise ValueError(
-                    f"grid member {member!r}: its {side} factors are not orthonormal, "
+                    f"grid member {member!r}: its {side} factors are not orthonormal"
+                    f"{' but for one common scale' if scaled else ''}, "
                     f"‖UᵀU − I‖₂ = {defect:.3g} where an isometry geometry needs at most "
                     f"{tolerance:g}; start from orthonormal factors, for instance with "
                     "rankfold.orthonormalize_(grids)"

@@ -13,7 +13,7 @@ from . import checks
 from .diagnostics import measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
-from .geometries import EVENTS, geometry_for, is_isometry
+from .geometries import EVENTS, geometry_for, is_isometry, scale
 from .groups import as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
 from .precision import current_device, exact_arithmetic
@@ -57,6 +57,10 @@ class RiemannianSGD(StatefulOptimizer):
             it is.
         decay_to: σ ≥ 0: with a weight decay singular values are drawn to this number instead of 0,
             W + ηλ (σ polar(W) − W).
+        scale_lr: for isometries: learn one scale s for the products of a member, W_ij = s U_i V_jᵀ.
+            It is kept in the factors, √s in each. log s moves by this rate, a float or a 0-dim
+            tensor, times the cosine between factors and their gradients. 0 keeps scales as they
+            are, None is for factors without one.
         norm_floor: c > 0; steps are divided by max(norm, c).
         retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single
@@ -98,6 +102,7 @@ class RiemannianSGD(StatefulOptimizer):
         normalize: str | None = "metric",
         weight_decay: float = 0.0,
         decay_to: float = 0.0,
+        scale_lr: float | Tensor | None = None,
         norm_floor: float = 2**-23,
         retraction: str | None = None,
         maximize: bool = False,
@@ -119,6 +124,7 @@ class RiemannianSGD(StatefulOptimizer):
             "normalize": normalize,
             "weight_decay": weight_decay,
             "decay_to": decay_to,
+            "scale_lr": scale_lr,
             "norm_floor": norm_floor,
             "retraction": retraction,
             "maximize": maximize,
@@ -168,7 +174,7 @@ class RiemannianSGD(StatefulOptimizer):
         group["params"] = list(params.values())
         present = [(n, g) for n, g in labelled if g.params()[0].device.type != "meta"]
         if is_isometry(options["geometry"]):
-            self._require_orthonormal(Plan(present))
+            self._require_orthonormal(Plan(present), options["scale_lr"] is not None)
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -236,7 +242,7 @@ class RiemannianSGD(StatefulOptimizer):
             return
         isometry = is_isometry(group["geometry"])
         if isometry:
-            self._require_orthonormal(plan)
+            self._require_orthonormal(plan, group["scale_lr"] is not None)
         for mover in movers(plan, {"weight": itself, "grad": grad_of}, fresh):
             for stack, at in chunks(mover):
                 names, point = stack.members[at], mover.read("weight", stack, at)
@@ -247,11 +253,12 @@ class RiemannianSGD(StatefulOptimizer):
         for stack in fresh:
             self._looked_at.update(stack.members)
 
-    def _require_orthonormal(self, plan: Plan) -> None:
+    def _require_orthonormal(self, plan: Plan, scaled: bool) -> None:
         with torch.no_grad(), exact_arithmetic(plan.device_types):
             weights = plan.gather(itself)
             for stack in plan.stacks:
-                checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
+                point = stack.read(weights)
+                checks.check_orthonormal(stack.members, point, stack.rounded, scaled)
 
     def _update(self, group: Group, plan: Plan, running: dict[int, RunningNumbers]) -> None:
         tensors: dict[str, TensorOf] = {"weight": itself, "grad": grad_of}
@@ -281,12 +288,21 @@ class RiemannianSGD(StatefulOptimizer):
         grad = mover.read("grad", stack, members)
         before = mover.read("momentum", stack, members) if options.momentum > 0 else None
         running = None if numbers is None else numbers.read(members)
+        divided = None
+        if group["scale_lr"] is not None:
+            divided = scale.divide(point, grad)
+            point, grad = divided.point, divided.grad
         outcome = geometry.step(point, grad, before, options, running)
+        new = outcome.point
+        if divided is not None:
+            new = scale.multiply(divided, outcome, group["scale_lr"], options)
         if self._recorded is not None and self._recording:
             # Before anything is written: these may be views of what is written into.
             measured = measure(geometry, point, grad, before, outcome, options, running)
+            if divided is not None:
+                measured["scale"] = torch.stack(scale.sizes(new)).prod(0)
             self._recorded.append((stack.members[members], measured))
-        mover.write(stack, members, outcome.point, outcome.momentum)
+        mover.write(stack, members, new, outcome.momentum)
         if numbers is not None and outcome.running is not None:
             numbers.write(members, outcome.running)
         stack.count(outcome.events, members)

@@ -30,7 +30,8 @@ class OptimizerConfig:
     and ``weight_decay`` that of AdamW and Muon. ``momentum_form``, ``nesterov``,
     ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none" or
     "schatten-p") and ``retraction`` are for geometries; an empty one is the geometry's own.
-    ``product_decay`` and ``decay_to`` are the weight decay of products.
+    ``product_decay`` and ``decay_to`` are the weight decay of products, and ``scale_lr``, if not 0,
+    the rate of a learned scale of isometries at the full ``lr``.
     ``masters`` keeps float32 copies of bfloat16 weights between steps; without, every step is
     rounded.
     """
@@ -49,6 +50,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     product_decay: float = 0.0
     decay_to: float = 0.0
+    scale_lr: float = 0.0
     masters: bool = True
 
 

@@ -105,6 +105,7 @@ class Riemannian:
 
     def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
+        self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
         bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
         p = exponent(config.normalize)
@@ -126,6 +127,9 @@ class Riemannian:
             retraction=config.retraction or None,
             weight_decay=config.product_decay,
             decay_to=config.decay_to,
+            scale_lr=_rate(config.scale_lr, model.embedding.weight, self.capturable)
+            if config.scale_lr
+            else None,
             capturable=self.capturable,
         )
 
@@ -139,8 +143,10 @@ class Riemannian:
                     state["master"].copy_(param)
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next step."""
+        """The learning rate of the next step, which that of a scale follows."""
         _set_rate(self.inner, lr)
+        if self.scale_share is not None:
+            _set_rate(self.inner, self.scale_share * lr, "scale_lr")
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and masters."""
@@ -156,12 +162,12 @@ def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
     return torch.tensor(lr, device=beside.device) if capturable else lr
 
 
-def _set_rate(optimizer: Optimizer, lr: float) -> None:
+def _set_rate(optimizer: Optimizer, rate: float, name: str = "lr") -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+        if isinstance(group[name], Tensor):
+            group[name].fill_(rate)
         else:
-            group["lr"] = lr
+            group[name] = rate
 
 
 def build(
