@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankfold import Factor, Grid, RiemannianSGD
+from rankfold import Factor, Grid, RiemannianSGD, workspace
 from rankfold.geometries import geometry_for
 
 from .beyond import SHAPES, check
-from .heads import Heads
+from .heads import Heads, states
 from .problems import Case
 from .reference import GEOMETRIES
 from .test_checkpoints import through_a_file
@@ -321,6 +321,23 @@ def test_switched_on_and_off() -> None:
     group.update(bias_correction=False, second_moment=0.0)
     train(model, optimizer, [6])
     assert optimizer.state[model.a].keys() == {"momentum"}
+
+
+@every_geometry
+def test_chunks_change_nothing(geometry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for room in (2**30, 1):
+        monkeypatch.setattr(workspace, "_WORKSPACE_BYTES", room)
+        models = Heads(torch.float64), Heads(torch.float64, seed=1)
+        grids = [Grid(m.a, m.b, groups=4, name=name) for m, name in zip(models, "ab", strict=True)]
+        optimizer = RiemannianSGD(grids, 0.05, geometry=geometry, **ADAM)
+        for _ in range(3):
+            for model in models:
+                model.backward()
+            optimizer.step()
+        found.append([x for model in models for x in states(optimizer, model)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
