@@ -142,6 +142,8 @@ class StatefulOptimizer(Optimizer):
         def restore(_: Optimizer) -> None:
             for group, grids in zip(self.param_groups, own_grids, strict=True):
                 group.update(grids)
+                for option, value in self.defaults.items():
+                    group.setdefault(option, value)  # one that the saver did not have yet
             ids = [i for group in loaded["param_groups"] for i in group["params"]]
             params = [p for group in self.param_groups for p in group["params"]]
             for index, param in zip(ids, params, strict=True):
