@@ -128,6 +128,17 @@ def test_options_are_loaded() -> None:
     assert group["lr"] == 0.75
 
 
+def test_options_that_were_not_saved_stay() -> None:
+    model = Toy()
+    optimizer = build(model, weight_decay=0.25)
+    saved = build(Toy(), momentum=0.5).state_dict()
+    del saved["param_groups"][0]["weight_decay"]
+    optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert (group["weight_decay"], group["momentum"]) == (0.25, 0.5)
+    train(model, optimizer, [0])
+
+
 @pytest.mark.parametrize("dtype", LOW, ids=["bfloat16", "float16"])
 def test_loading_casts_no_master_or_momentum(dtype: torch.dtype) -> None:
     model = Toy(dtype)

@@ -31,18 +31,40 @@ def set_lr(optimizer: RiemannianSGD, lr: float) -> None:
 @every_geometry
 @pytest.mark.usefixtures("as_on_a_device")
 def test_no_compilation_after_the_second_step(geometry: str, kind: str) -> None:
+    compile_once(geometry, kind, steps=50)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "options"),
+    [
+        ("fixed-embedded", {"momentum_form": "heavy-ball", "weight_decay": 0.1}),
+        ("fixed-quotient", {"second_moment": 0.9, "weight_decay": 0.1, "decay_to": 2.0}),
+        ("isometry-quotient", {"second_moment": 0.9, "bias_correction": True}),
+        ("isometry-canonical", {"scale_lr": 0.1}),
+    ],
+)
+@pytest.mark.usefixtures("as_on_a_device")
+def test_nor_with_what_the_paper_leaves_out(geometry: str, options: dict[str, Any]) -> None:
+    compile_once(geometry, "number", steps=8, **options)
+
+
+def compile_once(geometry: str, kind: str, steps: int, **more: Any) -> None:
+    """A falling learning rate and new gradients compile nothing that the first two steps have not.
+
+    And a compiled step ends where one that is not does.
+    """
     torch._dynamo.reset()
     compiled, plain = Heads(), Heads()
     counter = CompileCounter()
     runs: list[tuple[Heads, RiemannianSGD, Any]] = []
     for model in (compiled, plain):
         lr: Any = 0.05 if kind == "number" else torch.tensor(0.05)
-        options: dict[str, Any] = {"momentum": 0.9, "capturable": kind == "tensor"}
+        options: dict[str, Any] = {"momentum": 0.9, "capturable": kind == "tensor", **more}
         optimizer = RiemannianSGD([model.grid()], lr, geometry=geometry, **options)
         runs.append((model, optimizer, optimizer.step))
     runs[0] = (compiled, runs[0][1], torch.compile(runs[0][2], backend=counter))
     frames = []
-    for k in range(50):
+    for k in range(steps):
         for model, optimizer, step in runs:
             set_lr(optimizer, 0.05 * (1 - k / 60))
             model.backward()

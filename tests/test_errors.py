@@ -164,6 +164,33 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"norm_floor": c}, ("norm_floor must be finite and positive", f"got {c}"))
         for c in (0.0, -1.0, math.nan, math.inf)
     ),
+    ({"momentum_form": "adam"}, ("momentum_form must be one of", "heavy-ball", "'adam'")),
+    ({"momentum_form": "heavy-ball", "momentum": 0.0}, ("heavy-ball", "needs a momentum above 0")),
+    ({"bias_correction": True, "momentum": 0.0}, ("bias_correction=True needs a momentum",)),
+    (
+        {"bias_correction": True, "momentum": 0.5, "momentum_form": "heavy-ball"},
+        ("bias_correction is for momentum_form='smoothing'",),
+    ),
+    *(
+        ({"second_moment": beta}, ("second_moment must be in [0, 1)", f"got {beta}"))
+        for beta in (-0.1, 1.0, math.nan)
+    ),
+    *(
+        (
+            {"second_moment": 0.9, "normalize": normalize, "geometry": "fixed-quotient"},
+            ("second_moment", "normalize='metric' or 'spectral'", repr(normalize)),
+        )
+        for normalize in (None, "schatten-inf")
+    ),
+    ({"weight_decay": -0.1}, ("weight_decay must be finite and not negative", "got -0.1")),
+    ({"weight_decay": math.inf}, ("weight_decay must be finite", "got inf")),
+    ({"weight_decay": 0.1, "decay_to": -1.0}, ("decay_to must be finite and not negative",)),
+    ({"decay_to": 1.0}, ("decay_to", "weight_decay", "needs one above 0")),
+    ({"weight_decay": 10.0}, ("lr times weight_decay must be below 1", "0.1 · 10.0")),
+    (
+        {"weight_decay": 0.1, "geometry": "isometry-quotient"},
+        ("isometry-quotient has no weight_decay", "isometry"),
+    ),
     ({"geometry": "stiefel"}, ("unknown geometry 'stiefel'", *GEOMETRIES)),
     ({"nesterov": True, "momentum": 0.0}, ("nesterov=True needs a momentum above 0",)),
     (

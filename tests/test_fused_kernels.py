@@ -321,6 +321,30 @@ def test_steps_above_the_rank_of_fused_kernels(
     assert (off[::2] < 2e-5 * moved[::2] + 20 * EPS).all()
 
 
+@in_kernels
+@pytest.mark.parametrize("target", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
+def test_decayed_steps(name: str, target: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = geometry_for(name, 1, 1)
+    opts = options(geometry.retractions[0], 0.02, weight_decay=5.0, decay_to=target)
+    point, grad, held = (
+        Pair(*(randn(2, 1, rows, 5, seed=seed + k) for k, rows in enumerate((9, 7))))
+        for seed in (61, 63, 65)
+    )
+    stretch = torch.linspace(0.5, 2, 5, device=DEVICE)
+    point = Pair(*(torch.linalg.qr(x).Q * stretch for x in point))
+    ends = []
+    for served in (True, False):
+        monkeypatch.setattr(kernels, "serve", lambda *x, on=served: on)
+        monkeypatch.setattr(kernels, "serve_small", lambda *x, on=served: on)
+        first = geometry.step(point, grad, held, opts)
+        assert first.momentum is not None
+        second = geometry.step(first.point, grad, first.momentum, opts)
+        assert not second.events["skipped"].any()
+        ends.append(product(second.point).double())
+    assert (ends[0] - ends[1]).abs().max() < 50 * EPS * ends[1].abs().max()
+
+
 @pytest.mark.skipif(not CUDA, reason="the whole step takes its kernels on a GPU alone")
 @pytest.mark.parametrize("rank", [24, 80])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

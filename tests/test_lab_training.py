@@ -182,6 +182,37 @@ def test_masters_can_be_done_without(corpus: Path) -> None:
         assert rounded != masters
 
 
+def test_options_of_geometries_reach_their_optimizer(corpus: Path) -> None:
+    config = small(
+        corpus,
+        optimizer__name="isometry-quotient",
+        optimizer__momentum=0.5,
+        optimizer__bias_correction=True,
+        optimizer__second_moment=0.75,
+        optimizer__scale_lr=0.5,
+        optimizer__lr=0.25,
+    )
+    attention, _ = build(Decoder(config.model, 257), config.optimizer)
+    assert isinstance(attention, Riemannian)
+    attention.set_lr(0.125)
+    (group,) = attention.inner.param_groups
+    assert (group["lr"], group["scale_lr"]) == (0.125, 0.25)
+    assert (group["bias_correction"], group["second_moment"]) == (True, 0.75)
+    config = small(
+        corpus,
+        optimizer__name="fixed-quotient",
+        optimizer__momentum=0.5,
+        optimizer__momentum_form="heavy-ball",
+        optimizer__product_decay=0.5,
+        optimizer__decay_to=2.0,
+    )
+    attention, _ = build(Decoder(config.model, 257), config.optimizer)
+    assert isinstance(attention, Riemannian)
+    (group,) = attention.inner.param_groups
+    assert (group["weight_decay"], group["decay_to"], group["scale_lr"]) == (0.5, 2.0, None)
+    assert group["momentum_form"] == "heavy-ball"
+
+
 # Runs --------------------------------------------------------------------------------------------
 
 

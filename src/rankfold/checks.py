@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import tall
 from .factors import Grid, describe
-from .geometries import GEOMETRIES, Pair, geometry_for
+from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry, scale
 from .linalg import frobenius, skew
 from .schatten import by_products, exponent
 
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
+MOMENTUM_FORMS = ("smoothing", "heavy-ball")
 ON_NONFINITE = ("skip", "raise")
 
 # Largest spectral norm of UᵀU − I that counts as orthonormal; one step repairs what is below it.
@@ -37,8 +39,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"lr must be finite and not negative, got {lr}")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
-    if options["nesterov"] and not momentum:
-        raise ValueError("nesterov=True needs a momentum above 0")
     if not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"norm_floor must be finite and positive, got {floor}")
     if options["capturable"]:
@@ -67,6 +67,71 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
         )
     _check_normalization(options)
+    _check_momentum(options)
+    check_decay(options)
+    _check_scale(options)
+
+
+def _check_scale(options: Mapping[str, Any]) -> None:
+    rate = options["scale_lr"]
+    if rate is None:
+        return
+    if not is_isometry(options["geometry"]):
+        raise ValueError(
+            f"scale_lr is for isometries: products of {options['geometry']} have sizes of their own"
+        )
+    if isinstance(rate, Tensor) and rate.dim() > 0:
+        raise ValueError(f"a tensor scale_lr must be 0-dim, got shape {tuple(rate.shape)}")
+    if not (math.isfinite(float(rate)) and float(rate) >= 0):
+        raise ValueError(f"scale_lr must be finite and not negative, got {rate}")
+    if options["capturable"] and not isinstance(rate, Tensor):
+        raise ValueError("capturable=True needs scale_lr as a 0-dim tensor, like lr")
+
+
+def _check_momentum(options: Mapping[str, Any]) -> None:
+    form, beta = options["momentum_form"], options["second_moment"]
+    if form not in MOMENTUM_FORMS:
+        raise ValueError(f"momentum_form must be one of {MOMENTUM_FORMS}, got {form!r}")
+    if not options["momentum"]:
+        for option, needs in (
+            ("nesterov=True", options["nesterov"]),
+            ("bias_correction=True", options["bias_correction"]),
+            ("momentum_form='heavy-ball'", form == "heavy-ball"),
+        ):
+            if needs:
+                raise ValueError(f"{option} needs a momentum above 0")
+    if options["bias_correction"] and form == "heavy-ball":
+        raise ValueError(
+            "bias_correction is for momentum_form='smoothing': a heavy ball is the last step, "
+            "and no mean of gradients"
+        )
+    if not 0 <= beta < 1:
+        raise ValueError(f"second_moment must be in [0, 1), got {beta}")
+    if beta and options["normalize"] not in ("metric", "spectral"):
+        raise ValueError(
+            "second_moment is a running mean of squared norms: choose which with "
+            f"normalize='metric' or 'spectral', not {options['normalize']!r}"
+        )
+
+
+def check_decay(options: Mapping[str, Any]) -> None:
+    """Raise if an option of weight decay is out of range; the learning rate may have changed."""
+    decay, target, lr = options["weight_decay"], options["decay_to"], options["lr"]
+    for option, value in (("weight_decay", decay), ("decay_to", target)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{option} must be finite and not negative, got {value}")
+    if decay and is_isometry(options["geometry"]):
+        raise ValueError(
+            f"{options['geometry']} has no weight_decay: singular values of an isometry are all 1; "
+            "scale_lr learns a scale for them"
+        )
+    if target and not decay:
+        raise ValueError("decay_to is where weight_decay leads, and needs one above 0")
+    if not isinstance(lr, Tensor) and lr * decay >= 1:
+        raise ValueError(
+            f"lr times weight_decay must be below 1, the share of a weight that a step may take, "
+            f"got {lr} · {decay}"
+        )
 
 
 def check_schatten(name: str, p: float | None, lefts: int, rights: int) -> None:
@@ -172,15 +237,23 @@ def orthonormal_tolerance(rounded: bool) -> float:
     return _ORTHONORMAL_ROUNDED if rounded else _ORTHONORMAL
 
 
-def check_orthonormal(members: Sequence[str], point: Pair, rounded: bool) -> None:
-    """Raise if factors of ``(batch, blocks, m, r)`` are not orthonormal; synchronises."""
+def check_orthonormal(
+    members: Sequence[str], point: Pair, rounded: bool, scaled: bool = False
+) -> None:
+    """Raise if factors of ``(batch, blocks, m, r)`` are not orthonormal; synchronises.
+
+    ``scaled`` ones may be so but for one number a side.
+    """
     tolerance = orthonormal_tolerance(rounded)
-    for side, blocks in zip(("left", "right"), point, strict=True):
+    for side, blocks, size in zip(("left", "right"), point, scale.sizes(point), strict=True):
+        if scaled:
+            blocks = blocks / tall.per_member(size, blocks)
         worst = orthonormality_defect(blocks).amax(1).tolist()
         for member, defect in zip(members, worst, strict=True):
             if not defect <= tolerance:
                 raise ValueError(
-                    f"grid member {member!r}: its {side} factors are not orthonormal, "
+                    f"grid member {member!r}: its {side} factors are not orthonormal"
+                    f"{' but for one common scale' if scaled else ''}, "
                     f"‖UᵀU − I‖₂ = {defect:.3g} where an isometry geometry needs at most "
                     f"{tolerance:g}; start from orthonormal factors, for instance with "
                     "rankfold.orthonormalize_(grids)"

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from .advice import Numbers, explain
-from .geometries import EVENTS, Geometry, Outcome, Pair, StepOptions
+from .geometries import EVENTS, Geometry, Outcome, Pair, StepOptions, course
 from .geometries.embedded import EmbeddedGeometry
 from .geometries.stiefel import StiefelGeometry
 from .geometry_check import GeometryReport, check_geometry
 from .linalg import frobenius, skew, squared_norm, sym
-from .schatten import exponent
 
 if TYPE_CHECKING:
     from .optimizer import RiemannianSGD
@@ -44,34 +43,24 @@ def measure(
     momentum: Pair | None,
     outcome: Outcome,
     options: StepOptions,
+    running: course.Running | None = None,
 ) -> dict[str, Tensor]:
     """The numbers of one step, each (batch,), by name.
 
-    ``point``, ``grad`` and ``momentum`` are what the step was given, (batch, I, m, r) and
-    (batch, J, n, r); ``outcome`` is what it returned. Singular values and defects are those of
-    the factors after the step, everything else is taken where the step began.
+    ``point``, ``grad``, ``momentum`` and ``running`` are what the step was given: (batch, I, m, r)
+    and (batch, J, n, r), and numbers (batch,). ``outcome`` is what it returned. Singular values and
+    defects are those of the factors after the step, everything else is taken where it began.
     """
     frame = geometry.frame(point, options.damping)
     gradient = geometry.gradient(frame, grad, options.gradient_repair)
     found = _factor_numbers(geometry, outcome.point)
     found["gradient_inconsistency"] = _disagreement(point, grad, geometry.isometry)
-    tangent = gradient
     if momentum is not None:
         found.update(_momentum_numbers(geometry, frame, point, momentum))
-        carried, weight = geometry.arrive(frame, momentum), 1 - options.momentum
-        tangent = Pair(
-            torch.lerp(carried.left, gradient.left, weight),
-            torch.lerp(carried.right, gradient.right, weight),
-        )
-        if options.nesterov:
-            pairs = zip(tangent, gradient, strict=True)
-            tangent = Pair(*(torch.lerp(m, g, weight) for m, g in pairs))
     # A skipped member made no step, whatever its scale would have been.
     skipped = outcome.events["skipped"]
     moved = outcome.scale.abs()
-    step, p = geometry.coordinates(frame, tangent), exponent(options.normalize)
-    if p is not None:
-        step = geometry.steepest(frame, step, p, options.norm_floor)
+    step = course.plot(geometry, frame, grad, momentum, running, options).direction
     for what, coords in (("gradient", geometry.coordinates(frame, gradient)), ("step", step)):
         for kind in ("metric", "spectral"):
             size = geometry.norm(frame, coords, kind)
@@ -80,7 +69,7 @@ def measure(
             found[f"{what}_{kind}_norm"] = size
     limit = geometry.step_limit(frame, step)
     if limit is not None:
-        found["step_share"] = torch.where(skipped, 0, moved / limit)
+        found["step_share"] = torch.where(skipped, 0, moved / limit / (1 - options.shrink))
     found["precision"] = torch.full_like(moved, torch.finfo(point.left.dtype).eps)
     return found
 

@@ -63,5 +63,10 @@ def step_options(group: dict[str, Any], geometry: Geometry, largest: float) -> S
         rank_floor=group["rank_floor"],
         capturable=group["capturable"],
         nesterov=group["nesterov"],
+        momentum_form=group["momentum_form"],
+        second_moment=group["second_moment"],
+        bias_correction=group["bias_correction"],
+        weight_decay=group["weight_decay"],
+        decay_to=group["decay_to"],
         largest=largest,
     )

@@ -325,6 +325,26 @@ def sylvester(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return c / 2
 
 
+def half_share(delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The right factor's part H of the core's relative change Δ: (I + H)² ≈ I + Δ, (batch, r, r).
+
+    With it a matrix near (I + H)⁻¹, and which members (batch,) make a long step, for which H is
+    zero.
+
+    The left factor takes the rest, (I + Δ)(I + H)⁻¹. A square root shared evenly keeps a run that
+    goes back and forth from driving the factors apart; its series up to Δ³ does as well. A
+    change of the order of the core itself is left to the left factor alone. The product does not
+    depend on any of this.
+    """
+    eye = identity_like(delta)
+    square = delta @ delta
+    root = delta / 2 - (square - square @ delta / 2) / 8
+    guess = eye - delta / 2 + 0.375 * square
+    long = ~(squared_norm(delta, 2) <= 0.25)
+    far = tall.per_member(long, delta)
+    return torch.where(far, 0, root), torch.where(far, eye, guess), long
+
+
 def norm_bound(x: Tensor) -> Tensor:
     """An upper bound on the spectral norm of (..., r, r), at most 1% above it for r up to 150.
 

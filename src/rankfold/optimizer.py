@@ -1,4 +1,4 @@
-"""RiemannianSGD: options, state, and one loop over stacks."""
+"""RiemannianSGD: options, and one loop over stacks."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from . import checks
 from .diagnostics import measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
-from .geometries import EVENTS, geometry_for, is_isometry
+from .geometries import EVENTS, geometry_for, is_isometry, scale
 from .groups import as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
-from .precision import current_device, exact_arithmetic, working_dtype
-from .stacks import Plan, Stack, TensorOf, grad_of, itself, needs_master, plans_for
+from .precision import current_device, exact_arithmetic
+from .stacks import Plan, Stack, TensorOf, grad_of, itself, plans_for
+from .state import RunningNumbers, StatefulOptimizer
 
 Group = dict[str, Any]
 
-# What a parameter group holds beside torch's own keys and the options.
-_GRID_KEYS = ("grids", "grid_names")
 # Plans kept for different sets of grids with gradients; a model has a few of these at most.
 _MOST_PLANS = 32
 
 
-class RiemannianSGD(Optimizer):
+class RiemannianSGD(StatefulOptimizer):
     """Riemannian gradient descent on products ``W_ij = A_i B_jᵀ`` of factors.
 
     Args:
@@ -39,13 +37,30 @@ class RiemannianSGD(Optimizer):
         geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
             ``"isometry-quotient"`` or ``"isometry-canonical"``.
         momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
-        nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum.
+        momentum_form: ``"smoothing"`` is that. ``"heavy-ball"`` keeps the last step itself, and a
+            step is ν·(transported last step) − η·gradient; ``normalize`` is then of the gradient.
+        nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum;
+            with a heavy ball along ν·(step) − η·gradient, while the step is kept.
+        bias_correction: divide the momentum by the sum 1 − ν^t of the weights in it. Steps that are
+            normalized by their own length do not notice.
+        second_moment: β in [0, 1); above 0 a step is divided not by its own norm but by the root of
+            the running mean (with the weight 1 − β for the newest, bias-corrected) of the squared
+            norms of gradients: Adam with one number a member. Needs a ``normalize`` that is a norm.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
             of the tangent matrix, of the stacked matrix for a grid), None, or
             ``"schatten-inf"``: not the gradient scaled, but the direction of steepest descent
             when steps are measured by their largest singular value, which gives every singular
             value of a step about the same size, as Muon does to a matrix that is no product.
             ``fixed-quotient`` has ``"schatten-p"`` for all 1 ≤ p ≤ ``inf``.
+        weight_decay: λ ≥ 0, for fixed-rank geometries. Before each step the product is scaled by
+            1 − ηλ, and the step goes from there, as AdamW's does; the momentum stays the matrix
+            it is.
+        decay_to: σ ≥ 0: with a weight decay singular values are drawn to this number instead of 0,
+            W + ηλ (σ polar(W) − W).
+        scale_lr: for isometries: learn one scale s for the products of a member, W_ij = s U_i V_jᵀ.
+            It is kept in the factors, √s in each. log s moves by this rate, a float or a 0-dim
+            tensor, times the cosine between factors and their gradients. 0 keeps scales as they
+            are, None is for factors without one.
         norm_floor: c > 0; steps are divided by max(norm, c).
         retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single
@@ -80,8 +95,14 @@ class RiemannianSGD(Optimizer):
         *,
         geometry: str,
         momentum: float = 0.0,
+        momentum_form: str = "smoothing",
         nesterov: bool = False,
+        bias_correction: bool = False,
+        second_moment: float = 0.0,
         normalize: str | None = "metric",
+        weight_decay: float = 0.0,
+        decay_to: float = 0.0,
+        scale_lr: float | Tensor | None = None,
         norm_floor: float = 2**-23,
         retraction: str | None = None,
         maximize: bool = False,
@@ -96,8 +117,14 @@ class RiemannianSGD(Optimizer):
             "lr": lr,
             "geometry": geometry,
             "momentum": momentum,
+            "momentum_form": momentum_form,
             "nesterov": nesterov,
+            "bias_correction": bias_correction,
+            "second_moment": second_moment,
             "normalize": normalize,
+            "weight_decay": weight_decay,
+            "decay_to": decay_to,
+            "scale_lr": scale_lr,
             "norm_floor": norm_floor,
             "retraction": retraction,
             "maximize": maximize,
@@ -147,7 +174,7 @@ class RiemannianSGD(Optimizer):
         group["params"] = list(params.values())
         present = [(n, g) for n, g in labelled if g.params()[0].device.type != "meta"]
         if is_isometry(options["geometry"]):
-            self._require_orthonormal(Plan(present))
+            self._require_orthonormal(Plan(present), options["scale_lr"] is not None)
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -179,7 +206,10 @@ class RiemannianSGD(Optimizer):
                 self._look(group, plan)
             for group, plan in ready:
                 with current_device(plan.device):
-                    self._update(group, plan)
+                    running = self._running_of(group, plan)
+                    self._update(group, plan, running)
+                    for numbers in running.values():
+                        numbers.finish()
 
     @uncompiled
     def _plans_of(self, index: int, group: Group) -> list[Plan]:
@@ -202,6 +232,7 @@ class RiemannianSGD(Optimizer):
     @uncompiled
     def _look(self, group: Group, plan: Plan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
+        checks.check_decay(group)
         if group["on_nonfinite"] == "raise":
             for mover in movers(plan, {"grad": grad_of}):
                 for stack, at in chunks(mover):
@@ -211,7 +242,7 @@ class RiemannianSGD(Optimizer):
             return
         isometry = is_isometry(group["geometry"])
         if isometry:
-            self._require_orthonormal(plan)
+            self._require_orthonormal(plan, group["scale_lr"] is not None)
         for mover in movers(plan, {"weight": itself, "grad": grad_of}, fresh):
             for stack, at in chunks(mover):
                 names, point = stack.members[at], mover.read("weight", stack, at)
@@ -222,13 +253,14 @@ class RiemannianSGD(Optimizer):
         for stack in fresh:
             self._looked_at.update(stack.members)
 
-    def _require_orthonormal(self, plan: Plan) -> None:
+    def _require_orthonormal(self, plan: Plan, scaled: bool) -> None:
         with torch.no_grad(), exact_arithmetic(plan.device_types):
             weights = plan.gather(itself)
             for stack in plan.stacks:
-                checks.check_orthonormal(stack.members, stack.read(weights), stack.rounded)
+                point = stack.read(weights)
+                checks.check_orthonormal(stack.members, point, stack.rounded, scaled)
 
-    def _update(self, group: Group, plan: Plan) -> None:
+    def _update(self, group: Group, plan: Plan, running: dict[int, RunningNumbers]) -> None:
         tensors: dict[str, TensorOf] = {"weight": itself, "grad": grad_of}
         tensors["master"] = self._master_of
         if group["momentum"] > 0:
@@ -238,22 +270,41 @@ class RiemannianSGD(Optimizer):
                 self.state.get(param, {}).pop("momentum", None)
         for mover in movers(plan, tensors):
             for stack, members in chunks(mover):
-                self._advance(group, mover, stack, members)
+                self._advance(group, mover, stack, members, running.get(id(stack)))
             mover.finish()
 
-    def _advance(self, group: Group, mover: Mover, stack: Stack, members: slice) -> None:
+    def _advance(
+        self,
+        group: Group,
+        mover: Mover,
+        stack: Stack,
+        members: slice,
+        numbers: RunningNumbers | None,
+    ) -> None:
         """Move one chunk, and let go of all it took before the next one begins."""
         geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
         options = step_options(group, geometry, stack.largest)
         point = mover.read("weight", stack, members)
         grad = mover.read("grad", stack, members)
         before = mover.read("momentum", stack, members) if options.momentum > 0 else None
-        outcome = geometry.step(point, grad, before, options)
+        running = None if numbers is None else numbers.read(members)
+        divided = None
+        if group["scale_lr"] is not None:
+            divided = scale.divide(point, grad)
+            point, grad = divided.point, divided.grad
+        outcome = geometry.step(point, grad, before, options, running)
+        new = outcome.point
+        if divided is not None:
+            new = scale.multiply(divided, outcome, group["scale_lr"], options)
         if self._recorded is not None and self._recording:
             # Before anything is written: these may be views of what is written into.
-            numbers = measure(geometry, point, grad, before, outcome, options)
-            self._recorded.append((stack.members[members], numbers))
-        mover.write(stack, members, outcome.point, outcome.momentum)
+            measured = measure(geometry, point, grad, before, outcome, options, running)
+            if divided is not None:
+                measured["scale"] = torch.stack(scale.sizes(new)).prod(0)
+            self._recorded.append((stack.members[members], measured))
+        mover.write(stack, members, new, outcome.momentum)
+        if numbers is not None and outcome.running is not None:
+            numbers.write(members, outcome.running)
         stack.count(outcome.events, members)
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -317,81 +368,3 @@ class RiemannianSGD(Optimizer):
                 for member, events in stack.counts().items():
                     total.setdefault(member, Counter()).update(events)
         return total
-
-    def reset_momentum(self) -> None:
-        """Forget all momentum: the hard reset, for runs whose past has become misleading."""
-        for state in self.state.values():
-            state.pop("momentum", None)
-
-    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
-        """The parameter's state, with a master on its device if it needs one."""
-        state: dict[str, Tensor] = self.state[param]
-        if needs_master(param):
-            master = state.get("master")
-            if master is None:
-                state["master"] = param.detach().to(working_dtype(param.dtype))
-            elif master.device != param.device:
-                state["master"] = master.to(param.device)
-        return state
-
-    def _master_of(self, param: Tensor) -> Tensor:
-        """The master of a parameter that needs one, in working precision."""
-        state, dtype = self._state_of(param), working_dtype(param.dtype)
-        if state["master"].dtype != dtype:
-            state["master"] = state["master"].to(dtype)
-        return state["master"]
-
-    def _momentum_of(self, param: Tensor) -> Tensor:
-        """The parameter's momentum, of its shape, in working precision and on its device."""
-        state: dict[str, Tensor] = self.state[param]
-        momentum = state.get("momentum")
-        dtype = working_dtype(param.dtype)
-        if momentum is None:
-            momentum = torch.zeros_like(param, dtype=dtype)
-        elif momentum.device != param.device or momentum.dtype != dtype:
-            momentum = momentum.to(param.device, dtype)
-        state["momentum"] = momentum
-        return momentum
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; grids are left out, since they are code, not state."""
-
-        def without_grids(_: Optimizer, saved: dict[str, Any]) -> None:
-            for group in saved["param_groups"]:
-                for key in _GRID_KEYS:
-                    del group[key]
-
-        hook = self.register_state_dict_post_hook(without_grids, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            hook.remove()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options, momenta and masters; grids stay this optimizer's own.
-
-        State goes to the devices of its parameters and keeps its dtype, where torch would cast
-        float32 masters and momenta to the dtype of a bfloat16 parameter.
-        """
-        own_grids = [{key: group[key] for key in _GRID_KEYS} for group in self.param_groups]
-        loaded: dict[str, Any] = {}
-
-        def remember(_: Optimizer, saved: dict[str, Any]) -> None:
-            loaded.update(saved)
-
-        def restore(_: Optimizer) -> None:
-            for group, grids in zip(self.param_groups, own_grids, strict=True):
-                group.update(grids)
-            ids = [i for group in loaded["param_groups"] for i in group["params"]]
-            params = [p for group in self.param_groups for p in group["params"]]
-            for index, param in zip(ids, params, strict=True):
-                for key, value in loaded["state"].get(index, {}).items():
-                    self.state[param][key] = value.detach().to(param.device, copy=True)
-
-        before = self.register_load_state_dict_pre_hook(remember)
-        after = self.register_load_state_dict_post_hook(restore, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            before.remove()
-            after.remove()

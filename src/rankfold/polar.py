@@ -5,19 +5,23 @@ As in `linalg`: batched, a number of iterations known beforehand, no value asked
 
 from __future__ import annotations
 
+import math
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from . import kernels, tall
-from .linalg import identity_like, inverse, sym
+from .linalg import identity_like, inverse, squared_norm, sym
 
 # Newton–Schulz steps where nothing is known of the spectrum. The small end of it grows 2.25-fold
 # a step before convergence turns quadratic, so 20 serve a condition number of about 2e5.
 _BLIND_STEPS = 20
 _POLISH_STEPS = 8
 _FLOOR_STEPS = 18
+# Of `inverse_modulus`: units of rounding added to a Gram matrix, and the steps after growth.
+_RIDGE = 2
+_QUADRATIC_STEPS = 6
 
 
 def newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
@@ -74,6 +78,19 @@ def polish_scaling(gram: Tensor) -> Tensor:
     defect = scaling.mT @ gram @ scaling - identity_like(gram)
     done = defect.abs().amax((-2, -1), keepdim=True) < torch.finfo(gram.dtype).eps ** 0.5
     return torch.where(done, scaling, torch.nan)
+
+
+def inverse_modulus(x: Tensor) -> Tensor:
+    """``(xᵀx)^(-1/2)`` (..., r, r), so that ``x`` times it is the polar factor of ``x``.
+
+    A singular value that its own square's rounding hides, one below √(2rε) of their root of
+    squares, does not come all the way to 1.
+    """
+    square = squared_norm(x, 2).clamp_min(torch.finfo(x.dtype).tiny)[..., None, None]
+    ridge = _RIDGE * x.shape[-1] * torch.finfo(x.dtype).eps
+    steps = math.ceil(math.log(1 / ridge, 2.25)) + _QUADRATIC_STEPS
+    gram = x.mT @ x / square + ridge * identity_like(x)
+    return scaled_inverse_sqrt(gram, steps) / square.sqrt()
 
 
 def is_small(spread: float | None) -> TypeGuard[float]:

@@ -9,61 +9,16 @@ notices because rows only ever meet inside Gram matrices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import schatten, tall
-
-
-class Pair(NamedTuple):
-    """Left and right stacks, (batch, I, m, r) and (batch, J, n, r)."""
-
-    left: Tensor
-    right: Tensor
-
-
-# The longest normalized step of an isometry in capturable mode. Its retraction runs a number of
-# iterations fixed beforehand, which serve any step up to this one.
-LONGEST_CAPTURED = 0.5
-_COMMON_REACH = 0.25
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step is told, besides tensors. ``lr`` is a float or a 0-dim tensor.
-
-    A ``capturable`` step runs the same operations whatever the value of ``lr``, a tensor, is.
-    """
-
-    lr: float | Tensor
-    momentum: float
-    normalize: str | None
-    norm_floor: float
-    retraction: str
-    maximize: bool
-    gradient_repair: str = "average"
-    damping: float = 0.0
-    trust_region: float | None = None
-    rank_floor: float = 0.0
-    capturable: bool = False
-    nesterov: bool = False
-    largest: float = torch.finfo(torch.float32).max  # what the parameters can store
-
-    @property
-    def reach(self) -> float | None:
-        """An upper bound on the length of the step, where the host knows one."""
-        if self.normalize is None:
-            return None
-        if isinstance(self.lr, Tensor):
-            return LONGEST_CAPTURED if self.capturable else None
-        if torch.compiler.is_compiling():
-            # A bound that a changing learning rate stays below, so that nothing compiles again.
-            return _COMMON_REACH if self.lr <= _COMMON_REACH else None
-        return self.lr
-
+from .. import tall
+from . import course
+from .course import Running
+from .terms import Pair as Pair
+from .terms import StepOptions as StepOptions
 
 # What can happen to a member in a step, in the words of `RiemannianSGD.counts`.
 EVENTS = ("skipped", "unconverged", "lifted", "clipped")
@@ -73,13 +28,14 @@ class Outcome(NamedTuple):
     """What a step leaves: the new point, the momentum to keep, and what happened to whom.
 
     ``events`` maps some of `EVENTS` to ``(batch,)`` booleans. ``scale`` (batch,) is what the
-    tangent vector, or the steepest direction, was multiplied by, for skipped members as well.
+    direction of its `Course` was multiplied by, for skipped members as well.
     """
 
     point: Pair
     momentum: Pair | None
     events: dict[str, Tensor]
     scale: Tensor
+    running: Running | None = None
 
 
 class Landing(NamedTuple):
@@ -159,6 +115,10 @@ class Geometry(ABC):
         """
 
     @abstractmethod
+    def vector(self, frame: Any, coords: Any) -> Pair:
+        """The inverse of `coordinates`, with the blocks of a side perhaps stacked in one."""
+
+    @abstractmethod
     def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:
         """Move by ``scale`` (batch,) times the tangent vector."""
 
@@ -182,48 +142,43 @@ class Geometry(ABC):
         measure = self.spectral_norm if kind == "spectral" else self.metric_norm
         return measure(frame, coords)
 
-    def step(self, point: Pair, grad: Pair, momentum: Pair | None, options: StepOptions) -> Outcome:
+    def step(
+        self,
+        point: Pair,
+        grad: Pair,
+        momentum: Pair | None,
+        options: StepOptions,
+        running: Running | None = None,
+    ) -> Outcome:
         """One iteration: gradient, momentum, normalization, retraction, transport."""
         frame = self.frame(point, options.damping)
-        if momentum is None:
-            tangent = self.gradient(frame, grad, options.gradient_repair)
-        else:
-            tangent = self.mix(frame, grad, momentum, options.momentum, options.gradient_repair)
-        ahead = tangent
-        if momentum is not None and options.nesterov:
-            ahead = self.mix(frame, grad, tangent, options.momentum, options.gradient_repair)
-        coords = self.coordinates(frame, ahead)
-        scale = tangent.left.new_full((tangent.left.shape[0],), 1.0 if options.maximize else -1.0)
-        events: dict[str, Tensor | None] = {"lifted": self.lifted(frame)}
-        if self.isometry and options.capturable and options.normalize is not None:
-            lr = torch.as_tensor(options.lr)
-            events["clipped"] = (lr > LONGEST_CAPTURED).expand_as(scale)
-            scale = scale * lr.clamp(max=LONGEST_CAPTURED)
-        else:
-            scale = scale * options.lr
-        direction, p = coords, schatten.exponent(options.normalize)
-        if p is not None:
-            direction = self.steepest(frame, coords, p, options.norm_floor)
-        elif options.normalize is not None:
-            norm = self.norm(frame, coords, options.normalize)
-            # A finite gradient whose norm overflows would pass as a step of length zero.
-            norm = torch.where(norm.isinf(), torch.nan, norm)
-            scale = scale / norm.clamp_min(options.norm_floor)
+        plotted = course.plot(self, frame, grad, momentum, running, options)
+        direction, scale = plotted.direction, plotted.scale
+        events: dict[str, Tensor | None] = {
+            "lifted": self.lifted(frame),
+            "clipped": plotted.clipped,
+        }
+        clipped = None
         if options.trust_region is not None:
             limit = self.step_limit(frame, direction)
             if limit is not None:
-                limit = options.trust_region * limit
+                # Of the point after decay, whose singular values have fallen by no more than this.
+                limit = options.trust_region * (1 - options.shrink) * limit
                 clipped = scale.abs() > limit
-                before = events.get("clipped")
+                before = events["clipped"]
                 events["clipped"] = clipped if before is None else clipped | before
                 scale = torch.minimum(torch.maximum(scale, -limit), limit)
         landing = self.retract(frame, direction, scale, options)
         events["unconverged"] = landing.unconverged
         kept = None
-        if momentum is not None and ahead is tangent and p is None:
-            kept = self.depart(frame, coords, tangent, landing)
-        elif momentum is not None:
-            kept = self.follow(frame, tangent, landing)
+        if momentum is not None:
+            kept = plotted.momentum
+            if plotted.own:
+                kept = self.depart(frame, direction, kept, landing)
+            else:
+                kept = self.follow(frame, kept, landing)
+            if clipped is not None and options.momentum_form == "heavy-ball":
+                kept = Pair(*(x * tall.per_member(scale, x) for x in kept))
         # A NaN or infinity in a gradient reaches all of its own member through the norm or the
         # products, and no other.
         happened = {
@@ -233,7 +188,10 @@ class Geometry(ABC):
         if kept is not None and momentum is not None:
             pairs = zip(kept, momentum, strict=True)
             kept = Pair(*(tall.choose(landing.alive, new, old) for new, old in pairs))
-        return Outcome(landing.point, kept, happened, scale)
+        if running is not None and plotted.running is not None:
+            numbers = zip(plotted.running, running, strict=True)
+            running = Running(*(torch.where(landing.alive, new, old) for new, old in numbers))
+        return Outcome(landing.point, kept, happened, scale, running)
 
 
 def flatten_blocks(x: Tensor) -> Tensor:

@@ -131,6 +131,12 @@ class EmbeddedGeometry(Geometry):
         direction: TangentXKY = self.coordinates(frame, Pair(*(side[:, None] for side in made)))
         return direction
 
+    def vector(self, frame: Any, coords: TangentXKY) -> Pair:
+        r_a, r_b = self.triangles(frame)
+        r_a, r_b = r_a.expand_as(coords.k), r_b.expand_as(coords.k)
+        left = coords.left.combine(coords.k @ r_b, r_b)
+        return Pair(left, coords.right.combine(coords.k.mT @ r_a, r_a))
+
     def matrix(self, coords: TangentXKY) -> Tensor:
         """The tangent vector as a matrix (batch, I·m, J·n): for checks, never in a step."""
         eye, zero = linalg.identity_like(coords.k).expand_as(coords.k), 0 * coords.k

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import kernels, linalg, polar, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
+from . import decay
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 
@@ -93,13 +94,17 @@ class FixedEmbedded(EmbeddedGeometry):
     def retract(
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
-        svd = options.retraction == "svd" and not options.rank_floor
+        svd = options.retraction == "svd" and not (options.rank_floor or options.decay_to)
         if svd and kernels.serve_small(coords.k):
             return self._retract_in_one(frame, coords, scale, options)
         g = tall.per_member(scale, coords.k)
         r_a, r_b = frame.left.triangle, frame.right.triangle
         eye = linalg.identity_like(r_a)
-        core = r_a @ r_b.mT + g * coords.k
+        old = r_a @ r_b.mT
+        core = old + g * coords.k
+        decayed = decay.core_change(old, options) if options.weight_decay else None
+        if decayed is not None:
+            core = core + decayed
         before = frame.right.inverse.mT @ frame.left.inverse  # of the core, without the step
         unconverged = None
         if options.retraction == "svd":
@@ -117,10 +122,12 @@ class FixedEmbedded(EmbeddedGeometry):
         turn_b, grow_b = _orthonormalizer(g * f, coords.yy)
         grown, inner = grow_a @ p, turn_b if options.retraction == "svd" else grow_b.mT
         change = moved + grown + (p + grown) @ inner
+        if decayed is not None:
+            change = change + decayed
         if options.rank_floor:
-            change = change + _raise(r_a @ r_b.mT + change, options.rank_floor)
+            change = change + _raise(old + change, options.rank_floor)
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
-        share, guess, long = _half_share(delta)
+        share, guess, long = linalg.half_share(delta)
         rest = (delta - share) @ linalg.inverse(eye + share, guess)
         left_change, right_change = r_a @ rest, r_b @ share.mT
         # After a long step, bring the ratio of the factors' sizes back to what it was.
@@ -142,6 +149,10 @@ class FixedEmbedded(EmbeddedGeometry):
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
     ) -> Landing:
         """The svd retraction with all of its r×r work in one kernel."""
+        # From c W along Ξ is from W along Ξ / c, and the end times c, of which each factor has √c.
+        kept = 1 - options.shrink if options.weight_decay else None
+        if kept is not None:
+            scale = scale / kept
         new, to, distances, norm = kernels.retraction.fixed_embedded(
             (frame.left.triangle, frame.right.triangle),
             (frame.left.inverse, frame.right.inverse),
@@ -151,6 +162,10 @@ class FixedEmbedded(EmbeddedGeometry):
             scale,
             linalg.rank_iterations(scale.dtype),
         )
+        if kept is not None:
+            root = kept**0.5
+            new, to = [root * x for x in new], [root * x for x in to]
+            to[:2] = [x + (root - 1) * linalg.identity_like(x) for x in to[:2]]
         alive = norm <= options.largest
         left = tall.move(coords.left.a, to[0], coords.left.t, to[2], alive)
         right = tall.move(coords.right.a, to[1], coords.right.t, to[3], alive)
@@ -188,26 +203,6 @@ def _raise(core: Tensor, floor: float) -> Tensor:
     """What lifts the singular values of ``core`` (batch, r, r) above a share of their RMS."""
     typical = linalg.frobenius(core) / core.shape[-1] ** 0.5
     return core @ polar.raise_small_values(core, floor * typical)
-
-
-def _half_share(delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The right factor's part H of the core's relative change Δ: (I + H)² ≈ I + Δ, (batch, r, r).
-
-    With it a matrix near (I + H)⁻¹, and which members (batch,) make a long step, for which H is
-    zero.
-
-    The left factor takes the rest, (I + Δ)(I + H)⁻¹. A square root shared evenly keeps a run that
-    goes back and forth from driving the factors apart; its series up to Δ³ does as well. A
-    change of the order of the core itself is left to the left factor alone. The product does not
-    depend on any of this.
-    """
-    eye = linalg.identity_like(delta)
-    square = delta @ delta
-    root = delta / 2 - (square - square @ delta / 2) / 8
-    guess = eye - delta / 2 + 0.375 * square
-    long = ~(linalg.squared_norm(delta, 2) <= 0.25)
-    far = tall.per_member(long, delta)
-    return torch.where(far, 0, root), torch.where(far, eye, guess), long
 
 
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

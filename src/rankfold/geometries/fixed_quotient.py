@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
+from . import decay
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 
 
@@ -99,6 +100,9 @@ class FixedQuotient(Geometry):
             tall.turned_square(flatten_blocks(tangent.right), frame.left.lower),
         )
 
+    def vector(self, frame: GramFrame, coords: WeighedTangent) -> Pair:
+        return coords.vector
+
     def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         return torch.sqrt(coords.left + coords.right)
 
@@ -144,16 +148,54 @@ class FixedQuotient(Geometry):
     def retract(
         self, frame: GramFrame, coords: WeighedTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
-        alive = self._entry_bound(frame, coords, scale) <= options.largest
+        left, right = frame.left, frame.right
+        triangles, inverses = (left.lower.mT, right.lower.mT), (left.inverse, right.inverse)
+        if not options.weight_decay:
+            alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
+            moved = (
+                tall.step(x.view_as(xi), xi, scale, alive)
+                for x, xi in zip(frame.point, coords.vector, strict=True)
+            )
+            return Landing(Pair(*moved), None, alive, None)
+        turns = decay.turns(left, right, options)
+        triangles = triangles[0] @ turns.left, triangles[1] @ turns.right
+        inverses = inverses[0] @ turns.left_inverse, inverses[1] @ turns.right_inverse
+        alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
+        eye, g = linalg.identity_like(left.lower), tall.per_member(scale, left.lower)
         moved = (
-            tall.step(x.view_as(xi), xi, scale, alive)
-            for x, xi in zip(frame.point, coords.vector, strict=True)
+            tall.move(x, turn - eye, flatten_blocks(xi), g * back, alive).view_as(xi)
+            for x, turn, xi, back in zip(
+                frame.point,
+                (turns.left, turns.right),
+                coords.vector,
+                (turns.right_inverse, turns.left_inverse),
+                strict=True,
+            )
         )
-        return Landing(Pair(*moved), None, alive, None)
+        return Landing(Pair(*moved), turns, alive, None)
 
-    def _entry_bound(self, frame: GramFrame, coords: WeighedTangent, scale: Tensor) -> Tensor:
-        """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹."""
-        moved = coords.left.sqrt() * linalg.frobenius(frame.right.inverse)
-        moved = moved + coords.right.sqrt() * linalg.frobenius(frame.left.inverse)
-        size = linalg.frobenius(frame.left.lower) + linalg.frobenius(frame.right.lower)
-        return size + scale.abs() * moved
+    def depart(
+        self, frame: GramFrame, coords: WeighedTangent, tangent: Pair, landing: Landing
+    ) -> Pair:
+        return self.follow(frame, tangent, landing)
+
+    def follow(self, frame: GramFrame, tangent: Pair, landing: Landing) -> Pair:
+        turns = landing.record
+        if turns is None:
+            return tangent
+        left = tall.turn(flatten_blocks(tangent.left), turns.right_inverse)
+        right = tall.turn(flatten_blocks(tangent.right), turns.left_inverse)
+        return Pair(left.view_as(tangent.left), right.view_as(tangent.right))
+
+
+def _entry_bound(
+    coords: WeighedTangent,
+    scale: Tensor,
+    triangles: tuple[Tensor, Tensor],
+    inverses: tuple[Tensor, Tensor],
+) -> Tensor:
+    """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ."""
+    moved = coords.left.sqrt() * linalg.frobenius(inverses[1])
+    moved = moved + coords.right.sqrt() * linalg.frobenius(inverses[0])
+    size = linalg.frobenius(triangles[0]) + linalg.frobenius(triangles[1])
+    return size + scale.abs() * moved

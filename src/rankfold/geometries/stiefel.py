@@ -142,6 +142,9 @@ class StiefelGeometry(Geometry):
         u, v = frame.point
         return StiefelTangent(_side(u, tangent.left), _side(v, tangent.right))
 
+    def vector(self, frame: StiefelFrame, coords: StiefelTangent) -> Pair:
+        return Pair(coords.left.xi, coords.right.xi)
+
     def has_schatten(self, p: float) -> bool:
         return p == math.inf
 

@@ -30,21 +30,29 @@ class OptimizerConfig:
     `lab/muon.py`), "dion" (`lab/dion.py`), "frozen" (they stay as they began) or a geometry.
     ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
     own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``dion_rank`` the share of a
-    head's rank that Dion's updates have. ``nesterov``, ``normalize`` ("metric", "spectral",
-    "none" or "schatten-p") and ``retraction`` are for geometries; an empty
-    one is the geometry's own. ``masters`` keeps float32 copies of bfloat16 weights between steps;
-    without, every step is rounded.
+    head's rank that Dion's updates have. For geometries: ``momentum_form``, ``nesterov``,
+    ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none" or
+    "schatten-p"), ``retraction``, empty for the geometry's own, ``product_decay`` and
+    ``decay_to``, the weight decay of products, and ``scale_lr``, if not 0, the rate of a learned
+    scale of isometries at the full ``lr``. ``masters`` keeps float32 copies of bfloat16 weights
+    between steps; without, every step is rounded.
     """
 
     name: str = "adamw"
     lr: float = 2.0**-12
     other_lr: float = 2.0**-10
     momentum: float = 0.0
+    momentum_form: str = "smoothing"
     nesterov: bool = False
+    bias_correction: bool = False
+    second_moment: float = 0.0
     normalize: str = "metric"
     norm_floor: float = 2.0**-23
     retraction: str = ""
     weight_decay: float = 0.01
+    product_decay: float = 0.0
+    decay_to: float = 0.0
+    scale_lr: float = 0.0
     masters: bool = True
     dion_rank: float = 1.0
 

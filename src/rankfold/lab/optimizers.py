@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from ..geometries import is_isometry
-from ..geometries.base import LONGEST_CAPTURED
+from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
 from .config import OptimizerConfig
@@ -108,7 +108,9 @@ class Riemannian:
 
     def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
+        self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
+        bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
         p = exponent(config.normalize)
         recordable = (p is None or by_products(p)) and not (
             bounded and config.lr > LONGEST_CAPTURED
@@ -119,10 +121,18 @@ class Riemannian:
             _rate(config.lr, model.embedding.weight, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
+            momentum_form=config.momentum_form,
             nesterov=config.nesterov,
+            bias_correction=config.bias_correction,
+            second_moment=config.second_moment,
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
+            weight_decay=config.product_decay,
+            decay_to=config.decay_to,
+            scale_lr=_rate(config.scale_lr, model.embedding.weight, self.capturable)
+            if config.scale_lr
+            else None,
             capturable=self.capturable,
         )
 
@@ -136,8 +146,10 @@ class Riemannian:
                     state["master"].copy_(param)
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next step."""
+        """The learning rate of the next step, which that of a scale follows."""
         _set_rate(self.inner, lr)
+        if self.scale_share is not None:
+            _set_rate(self.inner, self.scale_share * lr, "scale_lr")
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and masters."""
@@ -153,12 +165,12 @@ def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
     return torch.tensor(lr, device=beside.device) if capturable else lr
 
 
-def _set_rate(optimizer: Optimizer, lr: float) -> None:
+def _set_rate(optimizer: Optimizer, rate: float, name: str = "lr") -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+        if isinstance(group[name], Tensor):
+            group[name].fill_(rate)
         else:
-            group["lr"] = lr
+            group[name] = rate
 
 
 def build(

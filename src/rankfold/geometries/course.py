@@ -1,0 +1,160 @@
+"""What a step goes along: momentum in its forms, and by what it is divided."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import schatten, tall
+from .terms import LONGEST_CAPTURED, Pair, StepOptions
+
+if TYPE_CHECKING:
+    from .base import Geometry
+
+
+class Running(NamedTuple):
+    """What members remember of their gradients besides momentum, each (batch,).
+
+    ``square`` is the running mean of squared norms. The weights are the sums of what gradients
+    count in the momentum and in that mean, 1 − ν^t and 1 − β^t after t steps, and right also where
+    ν and β change on the way.
+    """
+
+    weight: Tensor
+    square: Tensor
+    square_weight: Tensor
+
+
+class Course(NamedTuple):
+    """A step before it is made: ``scale`` (batch,) times ``direction``, in coordinates.
+
+    ``momentum`` is the vector to keep, and ``own`` says whether ``direction`` is this vector.
+    ``clipped`` (batch,) marks members whose learning rate is longer than can be captured.
+    """
+
+    direction: Any
+    scale: Tensor
+    momentum: Pair
+    own: bool
+    running: Running | None
+    clipped: Tensor | None
+
+
+def plot(
+    geometry: Geometry,
+    frame: Any,
+    grad: Pair,
+    momentum: Pair | None,
+    running: Running | None,
+    options: StepOptions,
+) -> Course:
+    """The course of a step, from the factors' gradients and what the last step has left."""
+    scale = grad.left.new_full((grad.left.shape[0],), 1.0 if options.maximize else -1.0)
+    clipped = None
+    if geometry.isometry and options.capturable and options.bounded:
+        lr = torch.as_tensor(options.lr)
+        clipped = (lr > LONGEST_CAPTURED).expand_as(scale)
+        scale = scale * lr.clamp(max=LONGEST_CAPTURED)
+    else:
+        scale = scale * options.lr
+    if running is not None:
+        nu, weight = options.momentum, running.weight
+        weight = torch.zeros_like(weight) if momentum is None else nu * weight + (1 - nu)
+        running = running._replace(weight=weight)
+    made = (geometry, frame, grad, momentum, running, options, scale)
+    course = _heavy_ball(*made) if options.momentum_form == "heavy-ball" else _smoothing(*made)
+    return course._replace(clipped=clipped)
+
+
+def _smoothing(
+    geometry: Geometry,
+    frame: Any,
+    grad: Pair,
+    momentum: Pair | None,
+    running: Running | None,
+    options: StepOptions,
+    scale: Tensor,
+) -> Course:
+    """ν times the momentum plus 1 − ν times the gradient."""
+    nu, repair, p = options.momentum, options.gradient_repair, schatten.exponent(options.normalize)
+    if momentum is None:
+        tangent = geometry.gradient(frame, grad, repair)
+    else:
+        tangent = geometry.mix(frame, grad, momentum, nu, repair)
+    look_ahead = momentum is not None and options.nesterov
+    ahead = geometry.mix(frame, grad, tangent, nu, repair) if look_ahead else tangent
+    coords = direction = geometry.coordinates(frame, ahead)
+    weight = running.weight if running is not None and options.bias_correction else None
+    if weight is not None and look_ahead:
+        weight = nu * weight + (1 - nu)
+    if p is not None:  # of length 1, whatever the length of the vector
+        direction = geometry.steepest(frame, coords, p, options.norm_floor)
+        return Course(direction, scale, tangent, False, running, None)
+    if weight is not None:
+        scale = scale / weight
+    if options.second_moment:
+        if momentum is not None:
+            coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
+        norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
+        scale = scale / norm.clamp_min(options.norm_floor)
+    elif options.normalize is not None:
+        norm = _norm(geometry, frame, coords, options)
+        norm = norm if weight is None else norm / weight
+        scale = scale / norm.clamp_min(options.norm_floor)
+    return Course(direction, scale, tangent, ahead is tangent, running, None)
+
+
+def _heavy_ball(
+    geometry: Geometry,
+    frame: Any,
+    grad: Pair,
+    momentum: Pair | None,
+    running: Running | None,
+    options: StepOptions,
+    scale: Tensor,
+) -> Course:
+    """ν times the last step plus a normalized step along the gradient."""
+    assert momentum is not None  # checks.check_options
+    nu, p = options.momentum, schatten.exponent(options.normalize)
+    fresh = geometry.gradient(frame, grad, options.gradient_repair)
+    if options.normalize is not None:
+        coords = geometry.coordinates(frame, fresh)
+        if p is not None:
+            found = geometry.steepest(frame, coords, p, options.norm_floor)
+            pairs = zip(geometry.vector(frame, found), grad, strict=True)
+            fresh = Pair(*(x.view_as(like) for x, like in pairs))
+        else:
+            norm = _norm(geometry, frame, coords, options)
+            if options.second_moment:
+                norm, running = _mean_norm(norm, running, options)
+            scale = scale / norm.clamp_min(options.norm_floor)
+
+    def after(step: Pair) -> Pair:
+        pairs = zip(step, fresh, strict=True)
+        return Pair(*(tall.step(nu * old, new, scale) for old, new in pairs))
+
+    step = after(geometry.arrive(frame, momentum))
+    ahead = after(step) if options.nesterov else step
+    direction = geometry.coordinates(frame, ahead)
+    return Course(direction, torch.ones_like(scale), step, ahead is step, running, None)
+
+
+def _norm(geometry: Geometry, frame: Any, coords: Any, options: StepOptions) -> Tensor:
+    norm = geometry.norm(frame, coords, options.normalize or "metric")
+    # A finite gradient whose norm overflows would pass as a step of length zero.
+    return torch.where(norm.isinf(), torch.nan, norm)
+
+
+def _mean_norm(
+    norm: Tensor, running: Running | None, options: StepOptions
+) -> tuple[Tensor, Running]:
+    """The root of the running mean of squared norms (batch,), this one included."""
+    assert running is not None  # the optimizer keeps it for those who ask for it
+    beta = options.second_moment
+    square = beta * running.square + (1 - beta) * norm.square()
+    running = running._replace(
+        square=square, square_weight=beta * running.square_weight + (1 - beta)
+    )
+    return (square / running.square_weight).sqrt(), running

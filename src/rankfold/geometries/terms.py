@@ -1,0 +1,71 @@
+"""What a step is given: pairs of stacks, and options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The longest normalized step of an isometry in capturable mode. Its retraction runs a number of
+# iterations fixed beforehand, which serve any step up to this one.
+LONGEST_CAPTURED = 0.5
+_COMMON_REACH = 0.25
+
+
+class Pair(NamedTuple):
+    """Left and right stacks, (batch, I, m, r) and (batch, J, n, r)."""
+
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step is told, besides tensors. ``lr`` is a float or a 0-dim tensor.
+
+    A ``capturable`` step runs the same operations whatever the value of ``lr``, a tensor, is.
+    """
+
+    lr: float | Tensor
+    momentum: float
+    normalize: str | None
+    norm_floor: float
+    retraction: str
+    maximize: bool
+    gradient_repair: str = "average"
+    damping: float = 0.0
+    trust_region: float | None = None
+    rank_floor: float = 0.0
+    capturable: bool = False
+    nesterov: bool = False
+    momentum_form: str = "smoothing"
+    second_moment: float = 0.0
+    bias_correction: bool = False
+    weight_decay: float = 0.0
+    decay_to: float = 0.0
+    largest: float = torch.finfo(torch.float32).max  # what the parameters can store
+
+    @property
+    def shrink(self) -> float | Tensor:
+        """The share ηλ of the singular values' distance to their target that a step takes away."""
+        return self.lr * self.weight_decay
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no step is longer than the learning rate."""
+        divided = self.normalize is not None and not self.second_moment
+        return divided and self.momentum_form == "smoothing"
+
+    @property
+    def reach(self) -> float | None:
+        """An upper bound on the length of the step, where the host knows one."""
+        if not self.bounded:
+            return None
+        if isinstance(self.lr, Tensor):
+            return LONGEST_CAPTURED if self.capturable else None
+        if torch.compiler.is_compiling():
+            # A bound that a changing learning rate stays below, so that nothing compiles again.
+            return _COMMON_REACH if self.lr <= _COMMON_REACH else None
+        return self.lr

@@ -1,0 +1,212 @@
+"""Heavy balls, bias correction and second moments, against the dense reference and alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankfold import RiemannianSGD
+from rankfold.geometries import geometry_for
+
+from .beyond import SHAPES, check
+from .heads import Heads
+from .problems import Case
+from .reference import GEOMETRIES
+from .toys import Toy, train
+from .watching import Deny, DenyReading
+
+every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+FORMS: dict[str, dict[str, Any]] = {
+    "heavy": {"momentum_form": "heavy-ball"},
+    "heavy, ahead": {"momentum_form": "heavy-ball", "nesterov": True},
+    "heavy, second": {"momentum_form": "heavy-ball", "second_moment": 0.75},
+    "second": {"second_moment": 0.75},
+    "adam": {"second_moment": 0.75, "bias_correction": True},
+    "nadam": {"second_moment": 0.75, "bias_correction": True, "nesterov": True},
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def case(geometry: str, shape: str, **options: Any) -> Case:
+    heights, widths, rank = SHAPES[shape]
+    return Case(geometry, heights=heights, widths=widths, rank=rank, **options)
+
+
+@every_geometry
+@every_shape
+@every_form
+@pytest.mark.parametrize("normalize", ["metric", "spectral"])
+def test_forms(geometry: str, shape: str, form: str, normalize: str) -> None:
+    check(case(geometry, shape, momentum=0.5, normalize=normalize), **FORMS[form])
+
+
+@every_geometry
+@every_form
+def test_forms_in_float32(geometry: str, form: str) -> None:
+    check(case(geometry, "ragged", momentum=0.875), torch.float32, **FORMS[form])
+
+
+@every_geometry
+@pytest.mark.parametrize("shape", ["1x1", "ragged"])
+def test_without_a_norm(geometry: str, shape: str) -> None:
+    chosen = case(geometry, shape, momentum=0.5, normalize=None)
+    check(chosen, momentum_form="heavy-ball")
+    check(chosen, bias_correction=True)
+    check(chosen, bias_correction=True, nesterov=True)
+
+
+@every_geometry
+def test_without_momentum(geometry: str) -> None:
+    check(case(geometry, "ragged", momentum=0.0), second_moment=0.75)
+
+
+@pytest.mark.parametrize("geometry", ["fixed-embedded", "fixed-quotient"])
+@every_form
+@pytest.mark.parametrize("target", [0.0, 0.5])
+def test_with_weight_decay(geometry: str, form: str, target: float) -> None:
+    chosen = case(geometry, "ragged", momentum=0.5)
+    check(chosen, shrink=0.05, decay_to=target, **FORMS[form])
+
+
+# Heavy balls -------------------------------------------------------------------------------------
+
+
+def toy(options: dict[str, Any], steps: int = 3, dtype: torch.dtype = torch.float64) -> Toy:
+    model = Toy(dtype)
+    lr = options.pop("lr", 0.05)
+    train(model, RiemannianSGD(model.grids(), lr, **options), range(steps))
+    return model
+
+
+@every_geometry
+def test_the_buffer_is_the_step_that_was_taken(geometry: str) -> None:
+    """Also where the trust region has cut it: to first order it is the way of the product."""
+    limited = geometry in ("fixed-embedded", "fixed-quotient", "isometry-embedded")
+    for trust in (None, 1e-4):
+        model = Toy(torch.float64)
+        lr = 1e-4 if trust is None else 0.5
+        optimizer = RiemannianSGD(
+            [model.pair()],
+            lr,
+            geometry=geometry,
+            momentum=0.9,
+            momentum_form="heavy-ball",
+            trust_region=trust,
+        )
+        for step in range(3):
+            before = model.products()[0].detach()
+            train(model, optimizer, [step])
+        if trust is not None and not limited:
+            assert optimizer.counts() == {}
+            continue
+        assert bool(optimizer.counts()) == (trust is not None)
+        moved = model.products()[0].detach() - before
+        held = [optimizer.state[p]["momentum"] for p in (model.a, model.b)]
+        if "embedded" in geometry:  # kept as (M B, Mᵀ A)
+            torch.testing.assert_close(held[0], moved @ model.b, rtol=0, atol=1e-3 * moved.norm())
+            torch.testing.assert_close(
+                held[1], moved.mT @ model.a, rtol=0, atol=1e-3 * moved.norm()
+            )
+        else:
+            kept = held[0] @ model.b.mT + model.a @ held[1].mT
+            torch.testing.assert_close(kept, moved, rtol=0, atol=1e-3 * moved.norm())
+
+
+@every_geometry
+def test_a_heavy_ball_without_a_norm_is_smoothing_by_another_name(geometry: str) -> None:
+    """At a constant learning rate η, smoothing's is η / (1 − ν)."""
+    common: dict[str, Any] = {"geometry": geometry, "momentum": 0.75, "normalize": None}
+    heavy = toy({**common, "momentum_form": "heavy-ball", "lr": 0.01})
+    smooth = toy({**common, "lr": 0.04})
+    for one, other in zip(heavy.parameters(), smooth.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "lefts"), [(g, n) for g in GEOMETRIES for n in (1, 2)], ids=str
+)
+def test_a_heavy_ball_on_steepest_directions(geometry: str, lefts: int) -> None:
+    """The first step is that without momentum; the next one, without a gradient, ν times it."""
+    if not geometry_for(geometry, lefts, 1).has_schatten(math.inf):
+        pytest.skip("it has no such direction")
+    start, plain, heavy = (Heads(torch.float64, lefts=lefts) for _ in range(3))
+    common: dict[str, Any] = {"geometry": geometry, "normalize": "schatten-inf"}
+    plain.run(RiemannianSGD([plain.grid()], 1e-5, **common), 1)
+    optimizer = RiemannianSGD(
+        [heavy.grid()], 1e-5, momentum=0.5, momentum_form="heavy-ball", **common
+    )
+    heavy.run(optimizer, 1)
+
+    def products(model: Heads) -> Tensor:
+        return model.a.detach().view(4, lefts, 7, 2) @ model.b.detach().mT[:, None]
+
+    first = products(heavy) - products(start)
+    torch.testing.assert_close(products(plain) - products(start), first, rtol=0, atol=1e-12)
+    before = products(heavy)
+    heavy.zero_grad(set_to_none=False)
+    optimizer.step()
+    second = products(heavy) - before
+    torch.testing.assert_close(second, first / 2, rtol=0, atol=1e-4 * first.abs().max().item())
+
+
+# Steps -------------------------------------------------------------------------------------------
+
+
+@every_geometry
+def test_the_first_corrected_step_is_a_gradient_step(geometry: str) -> None:
+    common: dict[str, Any] = {"geometry": geometry, "normalize": None, "lr": 0.01}
+    plain = toy(dict(common), steps=1)
+    corrected = toy({**common, "momentum": 0.875, "bias_correction": True}, steps=1)
+    for one, other in zip(plain.parameters(), corrected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@every_geometry
+def test_diagnostics_see_the_step_that_was_made(geometry: str, momentum: float) -> None:
+    """One of constant gradient norms: the mean norm is the norm, and the step of length lr."""
+    for options in FORMS.values():
+        if not momentum and (options.get("momentum_form") or options.get("bias_correction")):
+            continue
+        model = Toy(torch.float64)
+        optimizer = RiemannianSGD(
+            [model.pair()], 1e-3, geometry=geometry, **{"momentum": momentum, **options}
+        )
+        optimizer.record_diagnostics()
+        train(model, optimizer, [0])
+        numbers = optimizer.diagnostics()["pair[0]"]
+        start = Toy(torch.float64).products()[0]
+        moved = (model.products()[0] - start).norm().item()
+        ahead = 1 + momentum if options.get("nesterov") else 1.0
+        smoothed = "momentum_form" not in options and "bias_correction" not in options
+        expected = 1e-3 * (1 - momentum if smoothed else ahead if "momentum_form" in options else 1)
+        assert numbers["step_metric_norm"] == pytest.approx(expected, rel=1e-9)
+        if "embedded" in geometry:
+            assert moved == pytest.approx(expected, rel=1e-2)
+
+
+DECAYS: list[dict[str, float]] = [{"weight_decay": 0.5}, {"weight_decay": 0.5, "decay_to": 1.0}]
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize(
+    ("geometry", "decay"),
+    [(g, decay) for g in GEOMETRIES for decay in [{}, *(DECAYS if g.startswith("fixed") else [])]],
+)
+@every_form
+def test_nothing_is_factored_or_asked_for(
+    geometry: str, form: str, decay: dict[str, float]
+) -> None:
+    for lr in (0.05, torch.tensor(0.05)):
+        model = Heads()
+        optimizer = RiemannianSGD(
+            [model.grid()], lr, geometry=geometry, **{"momentum": 0.5, **FORMS[form], **decay}
+        )
+        model.run(optimizer, 1)
+        with Deny(), DenyReading():
+            optimizer.step()
