@@ -20,7 +20,6 @@ from .geometries.embedded import EmbeddedGeometry
 from .geometries.stiefel import StiefelGeometry
 from .geometry_check import GeometryReport, check_geometry
 from .linalg import frobenius, skew, squared_norm, sym
-from .schatten import exponent
 
 if TYPE_CHECKING:
     from .optimizer import RiemannianSGD
@@ -69,9 +68,7 @@ def measure(
     # A skipped member made no step, whatever its scale would have been.
     skipped = outcome.events["skipped"]
     moved = outcome.scale.abs()
-    step, p = geometry.coordinates(frame, tangent), exponent(options.normalize)
-    if p is not None:
-        step = geometry.steepest(frame, step, p, options.norm_floor)
+    step = geometry.direction(frame, geometry.coordinates(frame, tangent), options)
     for what, coords in (("gradient", geometry.coordinates(frame, gradient)), ("step", step)):
         for kind in ("metric", "spectral"):
             size = geometry.norm(frame, coords, kind)

@@ -41,11 +41,14 @@ class RiemannianSGD(Optimizer):
         momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
         nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
-            of the tangent matrix, of the stacked matrix for a grid), None, or
-            ``"schatten-inf"``: not the gradient scaled, but the direction of steepest descent
-            when steps are measured by their largest singular value, which gives every singular
-            value of a step about the same size, as Muon does to a matrix that is no product.
-            ``fixed-quotient`` has ``"schatten-p"`` for all 1 ≤ p ≤ ``inf``.
+            of the tangent matrix, of the stacked matrix for a grid), None, or ``"schatten-p"``
+            with a number p from 1 to ``inf``: not the gradient scaled, but the direction of
+            steepest descent when steps are measured by the ℓᵖ norm of singular values, of the
+            stacked tangent matrix or, for quotient and canonical geometries, of the factors'
+            parts. ``schatten-2`` is ``metric``; ``schatten-inf`` gives every singular value of a
+            step about the same size, as Muon does to a matrix that is no product; ``whitened``
+            does so to each factor's part alone, which is cheaper, and the same for the quotient
+            and canonical geometries.
         norm_floor: c > 0; steps are divided by max(norm, c).
         retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single

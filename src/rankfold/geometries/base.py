@@ -8,6 +8,7 @@ notices because rows only ever meet inside Gram matrices.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -148,15 +149,27 @@ class Geometry(ABC):
         """Largest singular value of the (stacked) tangent matrix downstairs, (batch,)."""
 
     @abstractmethod
-    def has_schatten(self, p: float) -> bool:
-        """Whether a step can be the steepest under the Schatten-p norm."""
-
-    @abstractmethod
     def steepest(self, frame: Any, coords: Any, p: float, floor: float) -> Any:
-        """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest.
+        """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest, p ≠ 2.
 
-        ``floor`` bounds norms from below. Asked for only where `has_schatten` says so.
+        ``floor`` bounds norms from below. For p = 2 that is ``coords`` over its metric norm.
         """
+
+    def whitened(self, frame: Any, coords: Any, floor: float) -> Any:
+        """The same for p = ∞, but with each factor's part of the vector by itself.
+
+        Upstairs that is the steepest one.
+        """
+        return self.steepest(frame, coords, math.inf, floor)
+
+    def direction(self, frame: Any, coords: Any, options: StepOptions) -> Any:
+        """What a step goes along: ``coords``, unless the normalization asks for the steepest."""
+        p = schatten.exponent(options.normalize)
+        if p is None or p == 2:
+            return coords
+        if options.normalize == schatten.WHITENED:
+            return self.whitened(frame, coords, options.norm_floor)
+        return self.steepest(frame, coords, p, options.norm_floor)
 
     @abstractmethod
     def retract(self, frame: Any, coords: Any, scale: Tensor, options: StepOptions) -> Landing:
@@ -178,7 +191,7 @@ class Geometry(ABC):
         return tangent
 
     def norm(self, frame: Any, coords: Any, kind: str) -> Tensor:
-        """The ``"metric"`` or ``"spectral"`` norm, (batch,)."""
+        """The ``"spectral"`` or else the metric norm, which ``"schatten-2"`` is too, (batch,)."""
         measure = self.spectral_norm if kind == "spectral" else self.metric_norm
         return measure(frame, coords)
 
@@ -201,10 +214,8 @@ class Geometry(ABC):
             scale = scale * lr.clamp(max=LONGEST_CAPTURED)
         else:
             scale = scale * options.lr
-        direction, p = coords, schatten.exponent(options.normalize)
-        if p is not None:
-            direction = self.steepest(frame, coords, p, options.norm_floor)
-        elif options.normalize is not None:
+        direction = self.direction(frame, coords, options)
+        if direction is coords and options.normalize is not None:
             norm = self.norm(frame, coords, options.normalize)
             # A finite gradient whose norm overflows would pass as a step of length zero.
             norm = torch.where(norm.isinf(), torch.nan, norm)
@@ -220,7 +231,7 @@ class Geometry(ABC):
         landing = self.retract(frame, direction, scale, options)
         events["unconverged"] = landing.unconverged
         kept = None
-        if momentum is not None and ahead is tangent and p is None:
+        if momentum is not None and ahead is tangent and direction is coords:
             kept = self.depart(frame, coords, tangent, landing)
         elif momentum is not None:
             kept = self.follow(frame, tangent, landing)

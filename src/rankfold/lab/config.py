@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from ..checks import check_schatten
 from ..geometries import GEOMETRIES
 from ..schatten import exponent
 from .corpus import DataConfig
@@ -18,7 +17,7 @@ from .model import MODEL_PRESETS, ModelConfig
 
 OPTIMIZERS = ("adamw", "muon", "whitened", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
-NORMALIZATIONS = ("metric", "spectral", "none")  # and schatten-p
+NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class OptimizerConfig:
     ``name`` is "adamw", "muon" (on each head's factors), "whitened" (Muon on pairs of them, see
     `lab/muon.py`), "frozen" (they stay as they began) or a geometry. ``momentum`` is Muon's, too,
     and ``weight_decay`` that of AdamW and Muon. ``nesterov``, ``normalize`` ("metric", "spectral",
-    "none" or "schatten-p") and ``retraction`` are for geometries; an empty
+    "none", "whitened" or "schatten-p") and ``retraction`` are for geometries; an empty
     one is the geometry's own. ``masters`` keeps float32 copies of bfloat16 weights between steps;
     without, every step is rounded.
     """
@@ -173,12 +172,8 @@ def _number(value: Any) -> float:
 def _check(config: RunConfig) -> None:
     optimizer, training = config.optimizer, config.training
     _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
-    p = exponent(optimizer.normalize)
-    if p is None:
+    if exponent(optimizer.normalize) is None:
         _one_of("optimizer.normalize", optimizer.normalize, NORMALIZATIONS)
-    elif optimizer.name in GEOMETRIES:
-        model = config.model
-        check_schatten(optimizer.name, p, model.heads // model.kv_heads, 1)
     _one_of("training.annealing", training.annealing, ANNEALINGS)
     if not 0 <= optimizer.momentum < 1:
         raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
