@@ -214,16 +214,32 @@ def test_a_model_that_moves_takes_its_state_along() -> None:
     assert all(s["momentum"].is_cuda for s in optimizer.state.values())
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("momentum", "normalize"),
+    [
+        (0.0, "metric"),
+        (0.9, "metric"),
+        (0.9, "schatten-1"),
+        (0.9, "schatten-inf"),
+        (0.9, "whitened"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_replayed_graph_is_the_step_to_the_last_bit(
-    algorithm: tuple[Any, ...], dtype: torch.dtype, momentum: float
+    algorithm: tuple[Any, ...], dtype: torch.dtype, momentum: float, normalize: str
 ) -> None:
     problems = [Problem(algorithm[1], "cuda", dtype) for _ in range(2)]
     rates = [torch.tensor(0.02, device="cuda") for _ in problems]
     runs = [
-        optimizer_for(problem, algorithm, lr=rate, momentum=momentum, capturable=True)
+        optimizer_for(
+            problem,
+            algorithm,
+            lr=rate,
+            momentum=momentum,
+            normalize=normalize,
+            capturable=True,
+        )
         for problem, rate in zip(problems, rates, strict=True)
     ]
     parameters = [[p for grid in problem.grids for p in grid.params()] for problem in problems]

@@ -255,17 +255,6 @@ def test_a_method_that_always_diverges_is_not_compared(tmp_path: Path) -> None:
     assert "diverged at every rate" in (tmp_path / "page/index.html").read_text("utf-8")
 
 
-def test_what_is_not_there_is_left_out_and_named(tmp_path: Path) -> None:
-    held = contest(models=("mha", "gqa"), methods=("muon", "isometry-embedded"))
-    mha, gqa = held.cells()
-    there = held.missing(gqa, METHODS["isometry-embedded"]) is None
-    assert len(held.entries(mha)) == 2
-    assert len(held.entries(gqa)) == 1 + there
-    (_, result) = results(held, Losses(tmp_path))
-    assert len(result.left_out) == 1 - there
-    assert ("isometry-embedded has no schatten-inf" in standing(held, tmp_path)) != there
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

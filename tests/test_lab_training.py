@@ -67,14 +67,6 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"optimizer.dion_rank": 0}, r"in \(0, 1\]"),
         ({"optimizer.normalize": "l2"}, "one of metric, spectral, none"),
         ({"optimizer.normalize": "schatten-0"}, "a number from 1 to inf"),
-        (
-            {
-                "optimizer.name": "isometry-embedded",
-                "optimizer.normalize": "schatten-inf",
-                "model.kv_heads": 1,
-            },
-            "has no schatten-inf for larger grids",
-        ),
         ({"training.annealing": "exp"}, "one of none, linear, cosine"),
         ({"training.graph": True, "training.diagnostics_every": 5}, "measures nothing on the way"),
     ],

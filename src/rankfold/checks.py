@@ -134,26 +134,16 @@ def check_decay(options: Mapping[str, Any]) -> None:
         )
 
 
-def check_schatten(name: str, p: float | None, lefts: int, rights: int) -> None:
-    """Raise if a geometry cannot step by the Schatten-p norm on grids of this size."""
-    if p is None or geometry_for(name, lefts, rights).has_schatten(p):
-        return
-    able = [g for g in GEOMETRIES if geometry_for(g, lefts, rights).has_schatten(p)]
-    size = "pairs" if lefts == rights == 1 else "larger grids"
-    raise ValueError(f"{name} has no schatten-{p:g} for {size}; it is there for {', '.join(able)}")
-
-
 def _check_normalization(options: Mapping[str, Any]) -> None:
-    normalize, geometry = options["normalize"], options["geometry"]
+    normalize = options["normalize"]
     if normalize in NORMALIZATIONS:
         return
     p = exponent(normalize) if isinstance(normalize, str) else None
     if p is None:
         raise ValueError(
             "normalize must be 'metric', 'spectral', 'schatten-p' with a number p from 1 to inf, "
-            f"or None, got {normalize!r}"
+            f"'whitened' or None, got {normalize!r}"
         )
-    check_schatten(geometry, p, 1, 1)
     if options["capturable"] and not by_products(p):
         raise ValueError(
             f"normalize={normalize!r} takes eigenvalues, which no graph can record: with "
@@ -167,7 +157,6 @@ def check_grid(name: str, grid: Grid, options: Mapping[str, Any], taken: set[int
     ``taken`` holds the ids of parameters that belong to other groups.
     """
     geometry = geometry_for(options["geometry"], grid.lefts, grid.rights)
-    check_schatten(geometry.name, exponent(options["normalize"]), grid.lefts, grid.rights)
     retraction = options["retraction"]
     if retraction is not None and retraction not in geometry.retractions:
         raise ValueError(

@@ -47,11 +47,14 @@ class RiemannianSGD(StatefulOptimizer):
             the running mean (with the weight 1 − β for the newest, bias-corrected) of the squared
             norms of gradients: Adam with one number a member. Needs a ``normalize`` that is a norm.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
-            of the tangent matrix, of the stacked matrix for a grid), None, or
-            ``"schatten-inf"``: not the gradient scaled, but the direction of steepest descent
-            when steps are measured by their largest singular value, which gives every singular
-            value of a step about the same size, as Muon does to a matrix that is no product.
-            ``fixed-quotient`` has ``"schatten-p"`` for all 1 ≤ p ≤ ``inf``.
+            of the tangent matrix, of the stacked matrix for a grid), None, or ``"schatten-p"``
+            with a number p from 1 to ``inf``: not the gradient scaled, but the direction of
+            steepest descent when steps are measured by the ℓᵖ norm of singular values, of the
+            stacked tangent matrix or, for quotient and canonical geometries, of the factors'
+            parts. ``schatten-2`` is ``metric``; ``schatten-inf`` gives every singular value of a
+            step about the same size, as Muon does to a matrix that is no product; ``whitened``
+            does so to each factor's part alone, which is cheaper, and the same for the quotient
+            and canonical geometries.
         weight_decay: λ ≥ 0, for fixed-rank geometries. Before each step the product is scaled by
             1 − ηλ, and the step goes from there, as AdamW's does; the momentum stays the matrix
             it is.

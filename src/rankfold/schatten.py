@@ -11,7 +11,7 @@ Several matrices that go by one norm together are blocks of one block-diagonal m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,17 +25,18 @@ from .linalg import identity_like, squared_norm, trace
 # a matrix of rank 1 is still right to 1e-3, that of a full one to 1e-6. Muon's five steps, which
 # raise small values at most 485-fold, end about there too.
 _SMALLEST = 2.0**-8
+# Steepest for p = ∞ in each factor's part of a vector alone.
+WHITENED = "whitened"
 _SQUARINGS = {torch.float32: 24, torch.float64: 48}
-# Rounds of `steepest_tangent`, in which what counts as small falls from the first share on. With
-# these its directions were within 4% of the steepest for random cores of every kind tried.
-_ROUNDS, _FIRST_SMALLEST, _FALL = 20, 2.0**-3, 0.8
 
 
 def exponent(normalize: str | None) -> float | None:
-    """p of ``"schatten-p"``, and None for every other normalization.
+    """p of ``"schatten-p"``, ∞ for ``"whitened"``, and None for every other normalization.
 
     Raises ValueError if what follows "schatten-" is no number in [1, ∞].
     """
+    if normalize == WHITENED:
+        return math.inf
     if normalize is None or not normalize.startswith("schatten-"):
         return None
     try:
@@ -111,38 +112,6 @@ def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = _SMALLEST
     scale = _trace(gram) if whole is None else whole[..., None, None].clamp_min(_tiny(gram))
     inverse = inverse_root(gram / scale, smallest) / scale.sqrt()
     return Roots(gram @ inverse, inverse)
-
-
-def steepest_tangent(core: Tensor, normal: Callable[[Tensor], Tensor], floor: float) -> Tensor:
-    """The steepest direction for ``core`` (..., a, b) under p = ∞ among tangent vectors.
-
-    These are what ``normal``, an orthogonal projection, takes to zero. The direction is that of
-    ``core`` + N, for the normal N that makes the sum of its singular values least, because then it
-    is tangent by itself. N is found by accelerated descent on that sum, smoothed, and less so from
-    round to round.
-    """
-    size = linalg.frobenius(core).clamp_min(floor)[..., None, None]
-    core = core / size
-    before = ahead = torch.zeros_like(core)
-    for smallest, pull in _rounds():
-        moved = ahead - smallest * normal(_signs(core + ahead, smallest))
-        before, ahead = moved, moved + pull * (moved - before)
-    direction = _signs(core + before, _SMALLEST)
-    direction = direction - normal(direction)
-    return direction / linalg.norm_bound(direction).clamp_min(1)[..., None, None]
-
-
-def _signs(x: Tensor, smallest: float) -> Tensor:
-    return x @ roots(x.mT @ x, smallest=smallest).inverse
-
-
-def _rounds() -> Iterator[tuple[float, float]]:
-    """What counts as small in a round, and how far beyond its result the next one begins."""
-    smallest, t = _FIRST_SMALLEST, 1.0
-    for _ in range(_ROUNDS):
-        following = (1 + math.sqrt(1 + 4 * t * t)) / 2
-        yield smallest, (t - 1) / following
-        smallest, t = max(_SMALLEST, _FALL * smallest), following
 
 
 def _trace(gram: Tensor) -> Tensor:

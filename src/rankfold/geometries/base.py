@@ -8,13 +8,14 @@ notices because rows only ever meet inside Gram matrices.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import tall
+from .. import schatten, tall
 from . import course
 from .course import Running
 from .terms import Pair as Pair
@@ -104,15 +105,27 @@ class Geometry(ABC):
         """Largest singular value of the (stacked) tangent matrix downstairs, (batch,)."""
 
     @abstractmethod
-    def has_schatten(self, p: float) -> bool:
-        """Whether a step can be the steepest under the Schatten-p norm."""
-
-    @abstractmethod
     def steepest(self, frame: Any, coords: Any, p: float, floor: float) -> Any:
-        """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest.
+        """The tangent vector of Schatten-p norm 1 along which ``coords`` lies furthest, p ≠ 2.
 
-        ``floor`` bounds norms from below. Asked for only where `has_schatten` says so.
+        ``floor`` bounds norms from below. For p = 2 that is ``coords`` over its metric norm.
         """
+
+    def whitened(self, frame: Any, coords: Any, floor: float) -> Any:
+        """The same for p = ∞, but with each factor's part of the vector by itself.
+
+        Upstairs that is the steepest one.
+        """
+        return self.steepest(frame, coords, math.inf, floor)
+
+    def direction(self, frame: Any, coords: Any, options: StepOptions) -> Any:
+        """What a step goes along: ``coords``, unless the normalization asks for the steepest."""
+        p = schatten.exponent(options.normalize)
+        if p is None or p == 2:
+            return coords
+        if options.normalize == schatten.WHITENED:
+            return self.whitened(frame, coords, options.norm_floor)
+        return self.steepest(frame, coords, p, options.norm_floor)
 
     @abstractmethod
     def vector(self, frame: Any, coords: Any) -> Pair:
@@ -138,7 +151,7 @@ class Geometry(ABC):
         return tangent
 
     def norm(self, frame: Any, coords: Any, kind: str) -> Tensor:
-        """The ``"metric"`` or ``"spectral"`` norm, (batch,)."""
+        """The ``"spectral"`` or else the metric norm, which ``"schatten-2"`` is too, (batch,)."""
         measure = self.spectral_norm if kind == "spectral" else self.metric_norm
         return measure(frame, coords)
 

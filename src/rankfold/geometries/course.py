@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import schatten, tall
+from .. import tall
 from .terms import LONGEST_CAPTURED, Pair, StepOptions
 
 if TYPE_CHECKING:
@@ -78,19 +78,19 @@ def _smoothing(
     scale: Tensor,
 ) -> Course:
     """ν times the momentum plus 1 − ν times the gradient."""
-    nu, repair, p = options.momentum, options.gradient_repair, schatten.exponent(options.normalize)
+    nu, repair = options.momentum, options.gradient_repair
     if momentum is None:
         tangent = geometry.gradient(frame, grad, repair)
     else:
         tangent = geometry.mix(frame, grad, momentum, nu, repair)
     look_ahead = momentum is not None and options.nesterov
     ahead = geometry.mix(frame, grad, tangent, nu, repair) if look_ahead else tangent
-    coords = direction = geometry.coordinates(frame, ahead)
+    coords = geometry.coordinates(frame, ahead)
+    direction = geometry.direction(frame, coords, options)
     weight = running.weight if running is not None and options.bias_correction else None
     if weight is not None and look_ahead:
         weight = nu * weight + (1 - nu)
-    if p is not None:  # of length 1, whatever the length of the vector
-        direction = geometry.steepest(frame, coords, p, options.norm_floor)
+    if direction is not coords:  # of length 1, whatever the length of the vector
         return Course(direction, scale, tangent, False, running, None)
     if weight is not None:
         scale = scale / weight
@@ -117,12 +117,12 @@ def _heavy_ball(
 ) -> Course:
     """ν times the last step plus a normalized step along the gradient."""
     assert momentum is not None  # checks.check_options
-    nu, p = options.momentum, schatten.exponent(options.normalize)
+    nu = options.momentum
     fresh = geometry.gradient(frame, grad, options.gradient_repair)
     if options.normalize is not None:
         coords = geometry.coordinates(frame, fresh)
-        if p is not None:
-            found = geometry.steepest(frame, coords, p, options.norm_floor)
+        found = geometry.direction(frame, coords, options)
+        if found is not coords:
             pairs = zip(geometry.vector(frame, found), grad, strict=True)
             fresh = Pair(*(x.view_as(like) for x, like in pairs))
         else:

@@ -5,12 +5,11 @@ Coordinates     a tangent vector or momentum M is kept as (M B, Mᵀ A): the sha
 Metric          ⟨Ξ, H⟩ Frobenius, ‖Ξ‖² = ‖K‖² + ‖X‖² + ‖Y‖².
 Gradient        orthogonal projection of the gradient of W, in these coordinates (G_A, G_B).
 Transport       orthogonal projection at the new point: (M B', Mᵀ A').
-Schatten norm   p = ∞: the largest singular value of Ξ.
+Schatten norms  of Ξ itself; p = 2 is the metric.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg, schatten, tall
+from ..steepest import steepest_tangent
 from .base import Geometry, Landing, Pair, flatten_blocks
 
 
@@ -103,9 +103,6 @@ class EmbeddedGeometry(Geometry):
         cc = coords.k.mT @ coords.k + coords.xx
         return linalg.spectral_norm(cc, coords.k, coords.yy, torch.zeros_like(coords.k), 1, 1)
 
-    def has_schatten(self, p: float) -> bool:
-        return p == math.inf
-
     @abstractmethod
     def triangles(self, frame: Any) -> tuple[Tensor, Tensor]:
         """R_A and R_B (batch, r, r) with A = U R_A, B = V R_B."""
@@ -121,15 +118,21 @@ class EmbeddedGeometry(Geometry):
             outer = core[..., r:, r:]
             return torch.cat([torch.cat([inner, zero], -1), torch.cat([zero, outer], -1)], -2)
 
-        found = schatten.steepest_tangent(torch.cat([top, bottom], -2), normal, floor)
+        found, _ = steepest_tangent(torch.cat([top, bottom], -2), normal, p, floor)
         k, to_x, to_y = found[..., :r, :r], found[..., r:, :r], found[..., :r, r:].mT
+        return self.tangent(frame, coords, k, x.inverse @ to_x, y.inverse @ to_y)
+
+    def tangent(
+        self, frame: Any, coords: TangentXKY, k: Tensor, to_x: Tensor, to_y: Tensor
+    ) -> TangentXKY:
+        """U k Vᵀ + X to_x Vᵀ + U (Y to_y)ᵀ, each coefficient (batch, r, r)."""
         r_a, r_b = self.triangles(frame)
         made = (
-            coords.left.combine(k @ r_b, x.inverse @ to_x @ r_b),
-            coords.right.combine(k.mT @ r_a, y.inverse @ to_y @ r_a),
+            coords.left.combine(k @ r_b, to_x @ r_b),
+            coords.right.combine(k.mT @ r_a, to_y @ r_a),
         )
-        direction: TangentXKY = self.coordinates(frame, Pair(*(side[:, None] for side in made)))
-        return direction
+        vector: TangentXKY = self.coordinates(frame, Pair(*(x[:, None] for x in made)))
+        return vector
 
     def vector(self, frame: Any, coords: TangentXKY) -> Pair:
         r_a, r_b = self.triangles(frame)

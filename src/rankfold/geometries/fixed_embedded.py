@@ -5,17 +5,18 @@ Point           W = A Bᵀ; a grid is the one stacked pair. Frames A = U R_A, B 
 Tangent         Ξ = U K Vᵀ + X Vᵀ + U Yᵀ with UᵀX = VᵀY = 0.
 Retractions     svd: best rank-r approximation of W + Ξ; orthographic: the point whose difference
                 to W + Ξ is normal at W.
-Metric, gradient and transport: `embedded`.
+Metric, gradient, transport and Schatten norms: `embedded`; p = 1 in closed form.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, tall
+from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
 from . import decay
@@ -83,6 +84,24 @@ class FixedEmbedded(EmbeddedGeometry):
 
     def triangles(self, frame: PairFrame) -> tuple[Tensor, Tensor]:
         return frame.left.triangle, frame.right.triangle
+
+    def steepest(self, frame: PairFrame, coords: TangentXKY, p: float, floor: float) -> TangentXKY:
+        if p != 1:
+            return super().steepest(frame, coords, p, floor)
+        # No normal vector brings the largest singular value of the core below that of its first
+        # block column, or its first block row, and one brings it there (Parrott's theorem). What
+        # lies along the largest one of the two is tangent, so that it is the steepest.
+        return self._by_sides(frame, coords, p, floor)
+
+    def whitened(self, frame: PairFrame, coords: TangentXKY, floor: float) -> TangentXKY:
+        return self._by_sides(frame, coords, math.inf, floor)
+
+    def _by_sides(self, frame: PairFrame, coords: TangentXKY, p: float, floor: float) -> TangentXKY:
+        """The steepest direction for (U K + X) Vᵀ and U (V Kᵀ + Y)ᵀ as if they were two vectors."""
+        k = coords.k
+        grams = [k.mT @ k + coords.xx, k @ k.mT + coords.yy]
+        left, right = schatten.directions(grams, p, floor)
+        return self.tangent(frame, coords, k @ left + right @ k, left, right)
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.

@@ -114,9 +114,6 @@ class FixedQuotient(Geometry):
         uc, vd = frame.left.inverse @ left.cross, frame.right.inverse @ right.cross
         return linalg.spectral_norm(left.square, uc, right.square, vd, 1, 1)
 
-    def has_schatten(self, p: float) -> bool:
-        return True
-
     def steepest(
         self, frame: GramFrame, coords: WeighedTangent, p: float, floor: float
     ) -> WeighedTangent:

@@ -13,11 +13,14 @@ transport are upstairs, as in `stiefel`, reached by the horizontal lift of `isom
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, tall
-from ..linalg import skew
+from .. import kernels, linalg, polar, schatten, tall
+from ..linalg import skew, sym
+from ..steepest import steepest_tangent
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 from .stiefel import (
@@ -29,6 +32,7 @@ from .stiefel import (
     orthonormal_scaling,
     weighted_square,
 )
+from .stiefel import Side as StiefelSide
 
 
 class IsometryEmbedded(EmbeddedGeometry):
@@ -51,6 +55,14 @@ class IsometryEmbedded(EmbeddedGeometry):
     def triangles(self, frame: Pair) -> tuple[Tensor, Tensor]:
         one = linalg.identity_like(frame.left[..., : frame.left.shape[-1], :])
         return one, one
+
+    def whitened(self, frame: Pair, coords: TangentXKY, floor: float) -> TangentXKY:
+        x, y = (schatten.roots(gram, coords.square) for gram in (coords.xx, coords.yy))
+        k = coords.k[:, None]
+        left, to_x = steepest_part(k, x.root, floor)
+        right, to_y = steepest_part(k.mT, y.root, floor)
+        inner = (left + right.mT)[:, 0]
+        return self.tangent(frame, coords, inner, x.inverse @ to_x, y.inverse @ to_y)
 
     def step_limit(self, frame: Pair, coords: TangentXKY) -> Tensor:
         return 1 / self.spectral_norm(frame, coords)  # ‖Ξ‖₂ < 1
@@ -140,8 +152,54 @@ class IsometryEmbeddedGrid(StiefelGeometry):
 
     name = "isometry-embedded"
 
-    def has_schatten(self, p: float) -> bool:
-        return False  # the metric is downstairs, and no factor can find its direction alone
+    def steepest(
+        self, frame: StiefelFrame, coords: StiefelTangent, p: float, floor: float
+    ) -> StiefelTangent:
+        # The stacked Ξ is a core of (I + 1)×(J + 1) blocks, K_ij = Ω_i − Ψ_j with X̂ below every
+        # column and Ŷᵀ beside every row, between all U_i and X, all V_j and Y in frames.
+        (omega, x), (psi, y) = (_stacked_core(side) for side in coords)
+        (i, j), r = (frame.i, frame.j), omega.shape[-1]
+        inner = omega[:, :, None] - psi[:, None]
+        below = x.root[:, None].expand(-1, j, r, r)
+        beside = y.root[:, None].expand(-1, i, r, r)
+        core = _assemble(inner, below, beside)
+
+        def normal(core: Tensor) -> Tensor:
+            rows, columns, below, beside = _tangent_means(core, i, j, r)
+            inner = rows[:, :, None] - columns[:, None]
+            sides = below[:, None].expand(-1, j, r, r), beside[:, None].expand(-1, i, r, r)
+            return core - _assemble(inner, *sides)
+
+        found, _ = steepest_tangent(core, normal, p, floor)
+        rows, columns, below, beside = _tangent_means(found, i, j, r)
+        return self._move(frame, coords, rows, columns, x.inverse @ below, y.inverse @ beside)
+
+    def whitened(self, frame: StiefelFrame, coords: StiefelTangent, floor: float) -> StiefelTangent:
+        # The stacked left factors move Ξ by (Ξ_U) Vᵀ, of the singular values of √J Ξ_U.
+        (omega, x), (psi, y) = (_stacked_core(side) for side in coords)
+        weights = frame.j**0.5, frame.i**0.5
+        rows, columns = omega - psi.mean(1, keepdim=True), psi - omega.mean(1, keepdim=True)
+        rows, below = steepest_part(rows, x.root, floor / weights[0])
+        columns, beside = steepest_part(columns, y.root, floor / weights[1])
+        rows, below = rows / weights[0], below / weights[0]
+        columns, beside = columns / weights[1], beside / weights[1]
+        return self._move(frame, coords, rows, columns, x.inverse @ below, y.inverse @ beside)
+
+    def _move(
+        self,
+        frame: StiefelFrame,
+        coords: StiefelTangent,
+        omega: Tensor,
+        psi: Tensor,
+        to_x: Tensor,
+        to_y: Tensor,
+    ) -> StiefelTangent:
+        """U_i Ω_i + X_i to_x and V_j Ψ_j + Y_j to_y, with to_x and to_y (batch, r, r)."""
+        made = (
+            tall.combine(side.u, inner - skew(side.cross()) @ to[:, None], side.xi, to[:, None])
+            for side, inner, to in zip(coords, (omega, psi), (to_x, to_y), strict=True)
+        )
+        return self.coordinates(frame, Pair(*made))
 
     def correction(self, i: int, j: int) -> Correction:
         # Σ skew U_iᵀG_Ui and −Σ skew V_jᵀG_Vj are one matrix for a loss of the products. Where they
@@ -154,6 +212,53 @@ class IsometryEmbeddedGrid(StiefelGeometry):
         crossed = (coords.left.cross().sum(1) * coords.right.cross().sum(1)).sum((-2, -1))
         square = weighted_square(frame, coords) - 2 * crossed
         return torch.sqrt(square.clamp_min(0))
+
+
+def steepest_part(inner: Tensor, x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """The steepest direction for p = ∞ of one side alone, in the parts it is given in.
+
+    ``inner`` (batch, I, r, r), skew, above ``x`` (batch, r, r) are one matrix of (I + 1)·r rows.
+    """
+    i, r = inner.shape[1], inner.shape[-1]
+
+    def normal(core: Tensor) -> Tensor:
+        parts = core.view(-1, i + 1, r, r)
+        return torch.cat([sym(parts[:, :i]), torch.zeros_like(parts[:, i:])], 1).flatten(1, 2)
+
+    core = torch.cat([inner.flatten(1, 2), x], 1)
+    found = steepest_tangent(core, normal, math.inf, floor).direction
+    return found[:, : i * r].view_as(inner), found[:, i * r :]
+
+
+def _stacked_core(side: StiefelSide) -> tuple[Tensor, schatten.Roots]:
+    """Ω_i (batch, I, r, r) of U_i Ω_i + X_i, and the roots of ΣX_iᵀX_i."""
+    omega, square = skew(side.cross()), side.square().sum(1)
+    gram = square - (omega.mT @ omega).sum(1)
+    return omega, schatten.roots(gram, linalg.trace(square))
+
+
+def _assemble(inner: Tensor, below: Tensor, beside: Tensor) -> Tensor:
+    """Blocks (batch, I, J, r, r), (batch, J, r, r) and, transposed, (batch, I, r, r) in one matrix.
+
+    Its last block is zero.
+    """
+    top = torch.cat([inner, beside.mT[:, :, None]], 2)
+    corner = torch.zeros_like(below[:, :1])
+    whole = torch.cat([top, torch.cat([below, corner], 1)[:, None]], 1)
+    return whole.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def _tangent_means(core: Tensor, i: int, j: int, r: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ω_i, Ψ_j, X̂ and Ŷ of the tangent vector nearest to a core ((I + 1)·r rows).
+
+    K_ij = Ω_i − Ψ_j is fitted to the skew parts by their means over rows and columns, with
+    J ΣΩ_i + I ΣΨ_j = 0.
+    """
+    blocks = core.reshape(-1, i + 1, r, j + 1, r).transpose(2, 3)
+    inner = skew(blocks[:, :i, :j])
+    half = inner.mean((1, 2))[:, None] / 2
+    below, beside = blocks[:, i, :j].mean(1), blocks[:, :i, j].mean(1).mT
+    return inner.mean(2) - half, half - inner.mean(1), below, beside
 
 
 def _gram_spread(reach: float | None) -> float | None:

@@ -7,13 +7,12 @@ Tangent         (Ξ_Ui, Ξ_Vj) with U_iᵀΞ_Ui and V_jᵀΞ_Vj skew, horizontal
 Retractions     factor by factor. polar: (U + Ξ)((U + Ξ)ᵀ(U + Ξ))^(-1/2), independent of the gauge;
                 qr: the Q factor with a positive diagonal of R.
 Transport       projection at the new point, onto the tangent space and then the horizontal one.
-Schatten norm   p = ∞: the largest singular value of any √J (√w UᵀΞ_U; what is orthogonal to U),
-                likewise for V, with w = 1 or, canonical, ½; the least over all lifts.
+Schatten norms  of the block-diagonal matrix of all √J (√w UᵀΞ_U; what is orthogonal to U), likewise
+                for V, with w = 1 or, canonical, ½; the least over all lifts. p = 2 is the metric.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew, sym
+from ..steepest import Steepest, shares, steepest_tangent
 from ..tall import Grams, Plus
 from .base import Geometry, Landing, Pair, StepOptions
 
@@ -78,6 +78,40 @@ class Correction(NamedTuple):
     skew: float
     own_side: float
     other_side: float
+
+
+class InnerCore(NamedTuple):
+    """A tangent vector U K + X of every block as the core (√w K; X), X in an orthonormal frame.
+
+    ``k``, skew, and the ``roots`` of XᵀX are (batch, blocks, r, r), ``weight`` is √w.
+    """
+
+    side: Side
+    k: Tensor
+    roots: schatten.Roots
+    weight: float
+
+    @staticmethod
+    def of(side: Side, weight: float) -> InnerCore:
+        """The core of a vector."""
+        k, square = skew(side.cross()), side.square()
+        return InnerCore(side, k, schatten.roots(square - k.mT @ k, linalg.trace(square)), weight)
+
+    def steepest(self, p: float, floor: float) -> Steepest:
+        """The direction of every block by itself, (batch, blocks, 2r, r)."""
+        core, r = torch.cat([self.weight * self.k, self.roots.root], -2), self.k.shape[-1]
+        zero = torch.zeros_like(self.k)
+
+        def normal(core: Tensor) -> Tensor:
+            return torch.cat([sym(core[..., :r, :]), zero], -2)
+
+        return steepest_tangent(core, normal, p, floor)
+
+    def vector(self, core: Tensor) -> Tensor:
+        """The vector (batch, blocks, m, r) that a core (batch, blocks, 2r, r) stands for."""
+        r = self.k.shape[-1]
+        inner, to_x = core[..., :r, :] / self.weight, self.roots.inverse @ core[..., r:, :]
+        return tall.combine(self.side.u, inner - self.k @ to_x, self.side.xi, to_x)
 
 
 class StiefelGeometry(Geometry):
@@ -145,30 +179,19 @@ class StiefelGeometry(Geometry):
     def vector(self, frame: StiefelFrame, coords: StiefelTangent) -> Pair:
         return Pair(coords.left.xi, coords.right.xi)
 
-    def has_schatten(self, p: float) -> bool:
-        return p == math.inf
-
     def steepest(
         self, frame: StiefelFrame, coords: StiefelTangent, p: float, floor: float
     ) -> StiefelTangent:
         # The loss does not change along common rotations, so each factor finds its own direction.
-        left = self._steepest(coords.left, floor * frame.j**-0.5) * frame.j**-0.5
-        right = self._steepest(coords.right, floor * frame.i**-0.5) * frame.i**-0.5
-        return self.coordinates(frame, Pair(left, right))
-
-    def _steepest(self, side: Side, floor: float) -> Tensor:
-        """U Ω + X x (batch, blocks, m, r) for Ξ = U K + X, of the core (√w Ω; X) with skew Ω."""
-        k, r, weight = skew(side.cross()), side.u.shape[-1], self.inner_weight**0.5
-        square = side.square()
-        x = schatten.roots(square - k.mT @ k, linalg.trace(square))
-        zero = torch.zeros_like(k)
-        found = schatten.steepest_tangent(
-            torch.cat([weight * k, x.root], -2),
-            lambda core: torch.cat([sym(core[..., :r, :]), zero], -2),
-            floor,
+        weights = frame.j**0.5, frame.i**0.5
+        cores = [InnerCore.of(side, self.inner_weight**0.5) for side in coords]
+        found = [c.steepest(p, floor / w) for c, w in zip(cores, weights, strict=True)]
+        lengths = shares([w * x.value for w, x in zip(weights, found, strict=True)], p)
+        made = (
+            core.vector(x.direction * (length / weight)[..., None, None])
+            for core, x, length, weight in zip(cores, found, lengths, weights, strict=True)
         )
-        inner, to_x = found[..., :r, :] / weight, x.inverse @ found[..., r:, :]
-        return tall.combine(side.u, inner - k @ to_x, side.xi, to_x)
+        return self.coordinates(frame, Pair(*made))
 
     def spectral_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return linalg.spectral_norm(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, get_type_hints
 
-from ..checks import check_schatten
 from ..geometries import GEOMETRIES
 from ..schatten import exponent
 from .corpus import DataConfig
@@ -19,7 +18,7 @@ from .model import MODEL_PRESETS, ModelConfig
 
 OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
-NORMALIZATIONS = ("metric", "spectral", "none")  # and schatten-p
+NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class OptimizerConfig:
     ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
     own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``dion_rank`` the share of a
     head's rank that Dion's updates have. For geometries: ``momentum_form``, ``nesterov``,
-    ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none" or
-    "schatten-p"), ``retraction``, empty for the geometry's own, ``product_decay`` and
+    ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none",
+    "whitened" or "schatten-p"), ``retraction``, empty for the geometry's own, ``product_decay`` and
     ``decay_to``, the weight decay of products, and ``scale_lr``, if not 0, the rate of a learned
     scale of isometries at the full ``lr``. ``masters`` keeps float32 copies of bfloat16 weights
     between steps; without, every step is rounded.
@@ -185,12 +184,8 @@ def _number(value: Any) -> float:
 def _check(config: RunConfig) -> None:
     optimizer, training = config.optimizer, config.training
     _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
-    p = exponent(optimizer.normalize)
-    if p is None:
+    if exponent(optimizer.normalize) is None:
         _one_of("optimizer.normalize", optimizer.normalize, NORMALIZATIONS)
-    elif optimizer.name in GEOMETRIES:
-        model = config.model
-        check_schatten(optimizer.name, p, model.heads // model.kv_heads, 1)
     _one_of("training.annealing", training.annealing, ANNEALINGS)
     if not 0 <= optimizer.momentum < 1:
         raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")

@@ -22,9 +22,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..checks import check_schatten
-from ..geometries import GEOMETRIES
-from ..schatten import exponent
 from . import records
 from .config import RunConfig, preset
 from .statistics import final_loss, mean
@@ -246,22 +243,9 @@ class Contest:
             for model in self.models
         ]
 
-    def entries(self, cell: Cell) -> list[Method]:
-        """The methods that there are for a cell's model, in the order of `METHODS`."""
-        chosen = (METHODS[name] for name in METHODS if name in self.methods)
-        return [method for method in chosen if self.missing(cell, method) is None]
-
-    def missing(self, cell: Cell, method: Method) -> str | None:
-        """Why a method cannot take part, None if it can."""
-        name, model = method.options["optimizer.name"], self._base(cell).model
-        if name not in GEOMETRIES:
-            return None
-        try:
-            p = exponent(method.options["optimizer.normalize"])
-            check_schatten(name, p, model.heads // model.kv_heads, 1)
-        except ValueError as error:
-            return str(error)
-        return None
+    def entries(self) -> list[Method]:
+        """The methods that take part, in the order of `METHODS`."""
+        return [METHODS[name] for name in METHODS if name in self.methods]
 
     @property
     def shortest(self) -> int:
@@ -334,13 +318,13 @@ class Contest:
 
     def tuning_runs(self, cell: Cell, losses: Losses) -> list[RunConfig]:
         """All runs that tuning is known to want."""
-        return [r for method in self.entries(cell) for r in self.tuning(cell, method, losses)[0]]
+        return [r for method in self.entries() for r in self.tuning(cell, method, losses)[0]]
 
     def final_runs(self, cell: Cell, losses: Losses) -> list[RunConfig]:
         """All runs of the comparison that can be made: seed by seed, which is how they pair."""
         each = (
             self.finals(cell, method, self.tuning(cell, method, losses)[1])
-            for method in self.entries(cell)
+            for method in self.entries()
         )
         by_method = [runs for runs in each if runs]
         return [run for runs in zip(*by_method, strict=True) for run in runs]

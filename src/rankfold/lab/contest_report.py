@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from . import records
 from .config import RunConfig
-from .contest import METHODS, TUNING_SEEDS, Cell, Choice, Contest, Losses, Method
+from .contest import TUNING_SEEDS, Cell, Choice, Contest, Losses, Method
 from .figures import Drawn, rate, write_figures
 from .report import Findings, fixed, p_value, signed, write_csv, write_report
 from .statistics import Paired, deviation, mean, paired
@@ -73,7 +73,6 @@ class Result:
     cell: Cell
     planned: int
     entries: list[Entry]
-    left_out: list[str]
 
     def of_kind(self, kind: str) -> list[Entry]:
         """Those with a loss, the best first."""
@@ -145,17 +144,13 @@ def results(contest: Contest, losses: Losses) -> list[Result]:
 
 
 def _result(contest: Contest, cell: Cell, losses: Losses) -> Result:
-    entries, left_out = [], []
-    for method in contest.entries(cell):
+    entries = []
+    for method in contest.entries():
         choice = contest.tuning(cell, method, losses)[1]
         finals = contest.finals(cell, method, choice)
         ended = {seed: losses.of(config) for seed, config in enumerate(finals)}
         entries.append(Entry(method, choice, {s: x for s, x in ended.items() if x is not None}))
-    for name in contest.methods:
-        why = contest.missing(cell, METHODS[name])
-        if why is not None:
-            left_out.append(why)
-    return Result(cell, contest.seeds, entries, left_out)
+    return Result(cell, contest.seeds, entries)
 
 
 def write_contest(contest: Contest, root: Path, output: Path) -> list[Result]:
@@ -195,8 +190,7 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
 
 
 def _sentence(result: Result) -> str:
-    verdict = result.verdict[0].upper() + result.verdict[1:]
-    return " ".join([verdict, *(f"Left out: {why}." for why in result.left_out)])
+    return result.verdict[0].upper() + result.verdict[1:]
 
 
 def _ranked(result: Result) -> list[Entry]:
@@ -296,7 +290,7 @@ def standing(contest: Contest, root: Path) -> str:
     losses = Losses(root)
     lines, whole = [], 0.0
     for cell in contest.cells():
-        entries = contest.entries(cell)
+        entries = contest.entries()
         known = [c for c in contest.tuning_runs(cell, losses) if c.training.steps == cell.steps]
         tuned = sum(losses.of(c) is not None for c in known)
         finals = contest.final_runs(cell, losses)
@@ -313,11 +307,6 @@ def standing(contest: Contest, root: Path) -> str:
             time = f"about {left * cell.steps * seconds / 60:.0f} min left"
             words.append(f"{time} at {1000 * seconds:.1f} ms a step")
         lines.append(f"{cell.label}: {', '.join(words)}")
-        lines += [
-            f"  left out: {contest.missing(cell, METHODS[n])}"
-            for n in contest.methods
-            if contest.missing(cell, METHODS[n])
-        ]
         lines += [f"  {records.status_of(root / c.key):>9}  {c.key}" for c in (*known, *finals)]
     if whole:
         lines.append(f"about {whole / 60:.0f} min in all, of cells that have been timed")
