@@ -291,7 +291,7 @@ def result_of(losses: dict[str, list[float]], planned: int = 8) -> Result:
         Entry(METHODS[name], Choice(-7, 0.9, 4.0, True), dict(enumerate(values)))
         for name, values in losses.items()
     ]
-    return Result(Cell("mha", 1000, "none"), planned, entries, [])
+    return Result(Cell("mha", 1000, "none"), planned, entries)
 
 
 def around(centre: float, spread: float = 0.001, seeds: int = 8) -> list[float]:
