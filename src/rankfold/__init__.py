@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from . import diagnostics
-from .adapters import attention_grids
+from .adapters import (
+    AttentionRule,
+    Joined,
+    PerHead,
+    attention_grids,
+    lora_grids,
+    register_attention,
+)
 from .defaults import recommended
 from .factors import Factor, Grid
+from .inspection import Inspection, inspect
 from .optimizer import RiemannianSGD
 from .orthonormal import orthonormalize_
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionRule",
     "Factor",
     "Grid",
+    "Inspection",
+    "Joined",
+    "PerHead",
     "RiemannianSGD",
     "__version__",
     "attention_grids",
     "diagnostics",
+    "inspect",
+    "lora_grids",
     "orthonormalize_",
     "recommended",
+    "register_attention",
 ]
