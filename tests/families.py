@@ -8,6 +8,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from transformers.models.speecht5 import modeling_speecht5
 
 from .layout_cases import TOKENS, VOCABULARY, randn
 
@@ -65,6 +66,14 @@ def transformer(kind: str, sizes: dict[str, Any], **options: Any) -> Callable[[]
     return build
 
 
+def speech_encoder() -> Any:
+    """SpeechT5's, on tokens."""
+    kind: Any = modeling_speecht5.SpeechT5EncoderWithTextPrenet
+    sizes = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 12}
+    positions = {"encoder_max_relative_position": 4}
+    return kind(kind.config_class(vocab_size=10, hidden_size=16, **sizes, **positions))
+
+
 def encoder() -> nn.Module:
     """torch's own."""
     layer = nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True)
@@ -119,10 +128,15 @@ FAMILIES: dict[str, Family] = {
         transformer("RoFormerModel", SIZES, rotary_value=True),
         {"qk": "rotary", "vo": "rotary embeddings on values"},
     ),
+    "yoso": Family(
+        transformer("YosoModel", SIZES, use_expectation=True, hash_code_len=3),
+        {"qk": "calls normalize", "vo": "calls normalize"},
+    ),
     "vit": Family(
         transformer("ViTModel", {k: v for k, v in SIZES.items() if k != "vocab_size"},
                     image_size=8, patch_size=4)
     ),
+    "speecht5": Family(speech_encoder, {"qk": "relative positions"}),
     "t5": Family(transformer("T5Model", T5)),
     "deepseek-v2": Family(transformer("DeepseekV2ForCausalLM", LATENT, q_lora_rank=6)),
     "deepseek-v2-lite": Family(transformer("DeepseekV2ForCausalLM", LATENT, q_lora_rank=None)),
@@ -142,9 +156,11 @@ def output_of(model: Any) -> Callable[[], Tensor]:
     if isinstance(model, nn.TransformerEncoder):
         return lambda: model(randn(2, 5, 12))
     inputs: dict[str, Tensor] = {"input_ids": TOKENS}
-    if model.main_input_name == "pixel_values":
+    if model.main_input_name == "input_values":
+        inputs = {"input_values": TOKENS}
+    elif model.main_input_name == "pixel_values":
         inputs = {"pixel_values": randn(2, 3, 8, 8)}
-    if model.config.is_encoder_decoder:
+    elif model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = TOKENS.flip(1)
     if getattr(model.config, "add_cross_attention", False):
         inputs["encoder_hidden_states"] = randn(2, 5, model.config.hidden_size)

@@ -281,6 +281,25 @@ def test_other_parts_of_a_layer_go_by_their_names(name: str, pairs: list[str]) -
     assert names(inspect(layer).grids) == pairs
 
 
+def test_functions_that_forward_calls() -> None:
+    class Turning(Projections):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(apply_rotary(x))
+
+    class Normalizing(Projections):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.normalize(x))
+
+    def apply_rotary(x: Tensor) -> Tensor:
+        return x
+
+    layer = nn.ModuleList([Turning(head_dim=RANK), Normalizing(head_dim=RANK)])
+    found = reasons(layer)
+    assert found.keys() == {"0.qk", "1.qk", "1.vo"}
+    assert "apply_rotary in forward" in str(found["0.qk"])
+    assert all("calls normalize" in str(found[f"1.{pair}"]) for pair in ("qk", "vo"))
+
+
 def test_attention_without_a_rule_is_named() -> None:
     model = transformer("FalconModel", {}, hidden_size=16, num_hidden_layers=1,
                         num_attention_heads=4, vocab_size=10)()  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ _ROTARY_CLASS = re.compile(r"Ro[Pp][Ee](?![a-z])|Rotary")
 _ON_SCORES = re.compile(r"(^|_)(q|k|qk|query|key)(_|$)|^[qk](norm|ln)")
 _ON_VALUES = re.compile(r"(^|_)(v|o|value|out|output|sub|g|gate)(_|$)")
 _NORM = re.compile(r"norm|(^|_)ln($|_)|gate", re.IGNORECASE)
+_NORM_CALL = re.compile(r"^(normalize|rms_norm|l2_?norm)$")
 # Added to the scores, after the product.
 _ON_TOP = frozenset({"relative_attention_bias", "sinks"})
 
@@ -35,7 +37,7 @@ def what_bends(model: nn.Module, name: str, rule: AttentionRule) -> dict[str, st
     parts = [layer, *containers(layer, paths)]
     configs = [c for c in (getattr(part, "config", None) for part in parts) if c is not None]
     found: dict[str, list[str]] = {"qk": [], "vo": []}
-    for place in _rotations([*owners, *parts[1:]], layer, configs):
+    for place in _rotations([*owners, *parts[1:]], parts, configs):
         found["qk"].append(f"rotary embeddings{_share(configs)} between queries and keys ({place})")
         break
     for config, key in _switched_on([*parts, *configs], _NORM_OPTIONS):
@@ -50,6 +52,10 @@ def what_bends(model: nn.Module, name: str, rule: AttentionRule) -> dict[str, st
     for config, key in _switched_on(configs, ("num_kv_shared_layers",)):
         for pair in found:
             found[pair].append(f"layers share keys and values ({_named(config, layer)}{key})")
+    for call in sorted(_called(parts)):
+        if _NORM_CALL.search(call):
+            for pair in found:
+                found[pair].append(f"forward calls {call}, which may stand between its factors")
     for path, what in _others(layer, paths, {*rule.beside}):
         step = path.rpartition(".")[2]
         on_scores, on_values = _ON_SCORES.search(step), _ON_VALUES.search(step)
@@ -61,11 +67,12 @@ def what_bends(model: nn.Module, name: str, rule: AttentionRule) -> dict[str, st
 
 
 def _rotations(
-    owners: Sequence[nn.Module], layer: nn.Module, configs: Sequence[Any]
+    owners: Sequence[nn.Module], parts: Sequence[nn.Module], configs: Sequence[Any]
 ) -> Iterator[str]:
-    """Where rotary embeddings show: classes, attributes of a module around the layer, options."""
-    if _ROTARY_CLASS.search(type(layer).__name__):
-        yield type(layer).__name__
+    """Where rotary embeddings show: attributes of modules around the layer, options, code."""
+    for part in parts:
+        if _ROTARY_CLASS.search(type(part).__name__):
+            yield type(part).__name__
     for owner in reversed(owners):
         for attribute in (*owner._modules, *owner._buffers, *vars(owner)):
             if _ROTARY.search(attribute) and getattr(owner, attribute) is not None:
@@ -76,6 +83,18 @@ def _rotations(
                 yield f"config.{key}"
         if "rotary" in str(getattr(config, "position_embedding_type", "")):
             yield "config.position_embedding_type"
+    for call in sorted(_called(parts)):
+        if _ROTARY.search(call):
+            yield f"{call} in forward"
+
+
+def _called(parts: Sequence[nn.Module]) -> set[str]:
+    """Names that the forward functions of these modules use, functions among them."""
+    names: set[str] = set()
+    for part in parts:
+        code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+        names.update(() if code is None else (*code.co_names, *code.co_varnames, *code.co_freevars))
+    return names
 
 
 def _share(configs: Sequence[Any]) -> str:

@@ -71,6 +71,16 @@ _LATENT = (
 
 _ALBERT = (AttentionRule("query", "key", "value", "dense", beside=("LayerNorm",)),)
 
+_SPEECHT5 = (
+    AttentionRule(
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "out_proj",
+        between={"qk": "queries are multiplied with embeddings of relative positions, too"},
+    ),
+)
+
 
 def _transformers(family: str, kind: str) -> str:
     return f"transformers.models.{family}.modeling_{family}.{kind}"
@@ -87,6 +97,7 @@ _BY_CLASS: dict[str, tuple[AttentionRule, ...]] = {
     _transformers("gpt2", "GPT2Attention"): _GPT2,
     _transformers("gpt_neox", "GPTNeoXAttention"): _interleaved("head_size"),
     _transformers("phi3", "Phi3Attention"): _PHI3,
+    _transformers("speecht5", "SpeechT5Attention"): _SPEECHT5,
 }
 
 # Separate linears can only be read one way; what stands between them is told by names.
