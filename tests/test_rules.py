@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,6 +167,21 @@ def test_a_rule_that_cannot_be_followed_says_why(options: dict[str, Any], messag
     register_attention(Odd, AttentionRule(**given))
     with pytest.raises(ValueError, match=message):
         attention_grids(Odd())
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: odd_rule(between={"kq": "why"}), r"between is by 'qk' and 'vo', got \['kq'\]"),
+        (lambda: Joined("w", "qkx"), "letters q, k and v, got 'qkx'"),
+        (lambda: Joined("w", "kk"), "got 'kk'"),
+        (lambda: PerHead("w", ("a", "b"), 2), "there is no segment 2 of 2"),
+        (lambda: AttentionRule(Joined("w", "kv"), "k", "v", "o"), "has no 'q'"),
+    ],
+)
+def test_a_rule_that_contradicts_itself(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
 
 
 # Left out, and why -------------------------------------------------------------------------------

@@ -23,6 +23,13 @@ _ON_TOP = frozenset({"relative_attention_bias", "sinks"})
 
 _ROTARY_OPTIONS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct")
 _NORM_OPTIONS = ("qk_norm", "use_qk_norm", "qk_layernorm", "use_qk_l2norm")
+# Attributes of modules and configurations that mean something where they are switched on.
+_SWITCHES: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (_NORM_OPTIONS, ("qk",), "a norm on queries and keys"),
+    (("rotary_value",), ("vo",), "rotary embeddings on values"),
+    (("clip_qkv",), ("qk", "vo"), "queries, keys and values are clamped"),
+    (("num_kv_shared_layers",), ("qk", "vo"), "layers share keys and values"),
+)
 
 
 def what_bends(model: nn.Module, name: str, rule: AttentionRule) -> dict[str, str]:
@@ -37,21 +44,14 @@ def what_bends(model: nn.Module, name: str, rule: AttentionRule) -> dict[str, st
     parts = [layer, *containers(layer, paths)]
     configs = [c for c in (getattr(part, "config", None) for part in parts) if c is not None]
     found: dict[str, list[str]] = {"qk": [], "vo": []}
-    for place in _rotations([*owners, *parts[1:]], parts, configs):
+    place = next(_rotations([*owners, *parts[1:]], parts, configs), None)
+    if place is not None:
         found["qk"].append(f"rotary embeddings{_share(configs)} between queries and keys ({place})")
-        break
-    for config, key in _switched_on([*parts, *configs], _NORM_OPTIONS):
-        found["qk"].append(f"a norm on queries and keys ({_named(config, layer)}{key})")
-    for config, key in _switched_on([*parts, *configs], ("rotary_value",)):
-        found["vo"].append(f"rotary embeddings on values ({_named(config, layer)}{key})")
-    for config, key in _switched_on(configs, ("clip_qkv",)):
-        for pair in found:
-            found[pair].append(
-                f"queries, keys and values are clamped ({_named(config, layer)}{key})"
-            )
-    for config, key in _switched_on(configs, ("num_kv_shared_layers",)):
-        for pair in found:
-            found[pair].append(f"layers share keys and values ({_named(config, layer)}{key})")
+    for keys, pairs, what in _SWITCHES:
+        switch = next(_switched_on([*parts, *configs], keys), None)
+        if switch is not None:
+            for pair in pairs:
+                found[pair].append(f"{what} ({switch})")
     for call in sorted(_called(parts)):
         if _NORM_CALL.search(call):
             for pair in found:
@@ -112,16 +112,12 @@ def _share(configs: Sequence[Any]) -> str:
     return ""
 
 
-def _switched_on(owners: Sequence[Any], keys: Sequence[str]) -> Iterator[tuple[Any, str]]:
+def _switched_on(owners: Sequence[Any], keys: Sequence[str]) -> Iterator[str]:
     for owner in owners:
         for key in keys:
             value = getattr(owner, key, None)
             if isinstance(value, (bool, int, float)) and value:
-                yield owner, key
-
-
-def _named(owner: Any, layer: nn.Module) -> str:
-    return "" if owner is layer else "config."
+                yield key if isinstance(owner, nn.Module) else f"config.{key}"
 
 
 def _others(layer: nn.Module, paths: Sequence[str], known: set[str]) -> Iterator[tuple[str, str]]:

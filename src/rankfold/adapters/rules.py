@@ -29,6 +29,10 @@ class Joined:
     order: str = "qkv"
     bias: str | None = None
 
+    def __post_init__(self) -> None:
+        if not self.order or set(self.order) - set("qkv") or len({*self.order}) < len(self.order):
+            raise ValueError(f"order is made of the letters q, k and v, got {self.order!r}")
+
 
 @dataclass(frozen=True)
 class PerHead:
@@ -44,6 +48,10 @@ class PerHead:
     path: str
     sizes: tuple[str | int, ...]
     index: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < len(self.sizes):
+            raise ValueError(f"there is no segment {self.index} of {len(self.sizes)}")
 
 
 Where: TypeAlias = "str | Joined | PerHead"
@@ -81,6 +89,14 @@ class AttentionRule:
     beside: tuple[str, ...] = ()
     refuse: Mapping[str, str] = field(default_factory=dict)
     never: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = set(self.between or ()) - {"qk", "vo"}
+        if unknown:
+            raise ValueError(f"between is by 'qk' and 'vo', got {sorted(unknown)}")
+        for role, where in self.inputs.items():
+            if isinstance(where, Joined) and role not in where.order:
+                raise ValueError(f"{where} has no {role!r}")
 
     @property
     def inputs(self) -> dict[str, Where]:
