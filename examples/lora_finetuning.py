@@ -69,19 +69,6 @@ def pretrained(text: Tensor, steps: int) -> Any:
     return model
 
 
-def lora_grids(model: Any) -> list[rankfold.Grid]:
-    """One product a LoRA layer."""
-    return [
-        rankfold.Grid(
-            layer.lora_B["default"].weight,
-            rankfold.Factor(layer.lora_A["default"].weight, axis=0),
-            name=name,
-        )
-        for name, layer in model.named_modules()
-        if hasattr(layer, "lora_A")
-    ]
-
-
 class Method(NamedTuple):
     """How to make an optimizer of a model and a learning rate, and the rates to try."""
 
@@ -102,13 +89,13 @@ def of_peft(model: Any, lr: float) -> torch.optim.Optimizer:
 
 def ours(model: Any, lr: float) -> torch.optim.Optimizer:
     """What `rankfold.recommended` takes."""
-    return rankfold.recommended(lora_grids(model), lr=lr)
+    return rankfold.recommended(rankfold.lora_grids(model), lr=lr)
 
 
 def damped(model: Any, lr: float) -> torch.optim.Optimizer:
     """From B = 0."""
     return rankfold.RiemannianSGD(
-        lora_grids(model), lr, geometry="fixed-quotient", momentum=0.9, damping=1e-2
+        rankfold.lora_grids(model), lr, geometry="fixed-quotient", momentum=0.9, damping=1e-2
     )
 
 

@@ -47,7 +47,7 @@ class Case:
 def randn(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal, float64."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def randomized(module: Any) -> Any:

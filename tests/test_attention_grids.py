@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import BitNetConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+from transformers import BitNetConfig, LlamaConfig, OPTConfig, Qwen3Config
 
 import rankfold
 from rankfold import Grid, attention_grids
@@ -217,6 +217,17 @@ def test_rotary_embeddings_leave_out_the_product_of_queries_and_keys(name: str, 
     assert len(attention_grids(tower, pairs=("qk", "vo"))) == 4
 
 
+def test_a_class_that_is_called_rotary() -> None:
+    class RoPEProjections(Projections):
+        pass
+
+    class European(Projections):
+        pass
+
+    assert names(attention_grids(RoPEProjections(head_dim=RANK))) == ["vo"]
+    assert names(attention_grids(European(head_dim=RANK))) == ["qk", "vo"]
+
+
 def test_rotary_embeddings_elsewhere_do_not_matter() -> None:
     model = nn.ModuleDict({"text": Tower(), "image": Tower()})
     model["text"].rotary_emb = nn.Identity()
@@ -256,9 +267,6 @@ def test_frozen_factors_are_left_out() -> None:
 def test_nothing_found() -> None:
     with pytest.raises(ValueError, match=r"no attention products found in Linear.*rankfold\.Grid"):
         attention_grids(nn.Linear(3, 3))
-    gpt2 = causal_lm(GPT2Config(n_positions=8, n_embd=12, n_layer=1, n_head=3, **VOCABULARY))
-    with pytest.raises(ValueError, match=r"found in GPT2LMHeadModel.*rankfold\.Factor"):
-        attention_grids(gpt2)
 
 
 @pytest.mark.parametrize("pairs", ["ov", ("qk", "kv"), (), "", "qkvo"])
@@ -273,7 +281,7 @@ def test_unknown_pairs(pairs: Any) -> None:
         (Projections(head_dim=5), "head_dim 5 does not divide the 16 of q_proj"),
         (Projections(), "cannot tell the size of a head; give .* head_dim or num_heads"),
         (Projections(3, 2, head_dim=RANK), "3 query heads, 2 key heads.* do not form groups"),
-        (Projections(head_dim=RANK, output="dense"), "no linear o_proj or out_proj"),
+        (Projections(head_dim=RANK, output="last"), "no linear o_proj or out_proj or dense"),
         (nn.MultiheadAttention(WIDTH, 3, add_bias_kv=True), "add_bias_kv .* by hand"),
         (nn.MultiheadAttention(WIDTH, 3, kdim=7), "one fused bias.* use bias=False"),
     ],

@@ -1,4 +1,4 @@
-"""The README's example runs as shown, and its commands are the ones there are."""
+"""Examples of README and docs run as shown, and the README's commands are the ones there are."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import rankfold
+from rankfold.adapters import families
 
 ROOT = Path(__file__).parent.parent
 
 
-def python_blocks() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def python_blocks(file: str = "README.md") -> list[str]:
+    text = (ROOT / file).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
@@ -41,6 +43,23 @@ def test_the_recommended_lines_take_the_place_of_the_optimizers() -> None:
     assert sorted(updated) == sorted(id(p) for p in model.parameters())
     fresh = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
     assert loss_of(model, x) < 0.9 * loss_of(fresh, x)
+
+
+def test_the_examples_about_models_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "_BY_CLASS", dict(families._BY_CLASS))
+    scope: dict[str, Any] = {"__name__": "docs"}
+    for block in python_blocks("docs/models.md"):
+        exec(compile(block, "docs/models.md", "exec"), scope)
+    assert "TransformerEncoder: 4 products found, 0 left out" in capsys.readouterr().out
+    assert [(grid.name, grid.groups, grid.lefts) for grid in scope["grids"]] == [
+        ("qk", 2, 4),
+        ("vo", 2, 4),
+    ]
+    layer, x = scope["Attention"](), torch.randn(2, 5, 64)
+    seen = rankfold.inspect(layer, lambda: layer(x).sin().sum())
+    assert all(each.inconsistency < 1e-4 for each in seen.found if each.inconsistency is not None)
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor) -> float:

@@ -54,7 +54,7 @@ def measure(
     frame = geometry.frame(point, options.damping)
     gradient = geometry.gradient(frame, grad, options.gradient_repair)
     found = _factor_numbers(geometry, outcome.point)
-    found["gradient_inconsistency"] = _disagreement(point, grad, geometry.isometry)
+    found["gradient_inconsistency"] = disagreement(point, grad, geometry.isometry)
     if momentum is not None:
         found.update(_momentum_numbers(geometry, frame, point, momentum))
     # A skipped member made no step, whatever its scale would have been.
@@ -94,7 +94,7 @@ def _factor_numbers(geometry: Geometry, point: Pair) -> dict[str, Tensor]:
     return found
 
 
-def _disagreement(point: Pair, vector: Pair, isometry: bool) -> Tensor:
+def disagreement(point: Pair, vector: Pair, isometry: bool) -> Tensor:
     """How far ΣA_iᵀX_Ai is from (ΣB_jᵀX_Bj)ᵀ, as a share of their sizes, (batch,).
 
     Isometries need the skew parts alone to agree.
@@ -119,7 +119,7 @@ def _momentum_numbers(
     found = {}
     overlaps = Pair(point.left.mT @ momentum.left, point.right.mT @ momentum.right)
     if isinstance(geometry, EmbeddedGeometry):
-        found["momentum_decoherence"] = _disagreement(point, momentum, geometry.isometry)
+        found["momentum_decoherence"] = disagreement(point, momentum, geometry.isometry)
     # Upstairs, each factor counts as often as there are blocks it is in.
     weights = (point.right.shape[1], point.left.shape[1])
 

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from .attention import attention_grids
+from .families import register_attention
 from .full_rank import FullRankStart, full_rank_start_
+from .lora import lora_grids
+from .rules import AttentionRule, Joined, PerHead
 
-__all__ = ["FullRankStart", "attention_grids", "full_rank_start_"]
+__all__ = [
+    "AttentionRule",
+    "FullRankStart",
+    "Joined",
+    "PerHead",
+    "attention_grids",
+    "full_rank_start_",
+    "lora_grids",
+    "register_attention",
+]

@@ -225,14 +225,38 @@ def report(
 
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="The folder of one run.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with a transformers config.json, module:factory, or a run's folder."
+        ),
+    ],
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Measure gradients on this many sequences of random tokens."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what one run was told and how it went."""
+    """Show the products of a model, what is left out and why; or how a run went."""
+    from .. import inspection
+    from .inspecting import is_run, model_named, token_loss
+
     with plainly():
-        if not (run / records.CONFIG).exists():
-            raise FileNotFoundError(f"there is no run in {str(run)!r}")
-        found = records.read_run(run)
+        if is_run(Path(model)):
+            if batch is not None:
+                raise ValueError("--batch is for models, and this is the folder of a run")
+            _show_run(Path(model), as_json)
+            return
+        built = model_named(model, real=batch is not None)
+        seen = inspection.inspect(built, None if batch is None else token_loss(built, batch))
+    if as_json:
+        say(seen.as_dict())
+    else:
+        typer.echo(str(seen))
+
+
+def _show_run(folder: Path, as_json: bool) -> None:
+    found = records.read_run(folder)
     if as_json:
         say(_summary(found))
         return
@@ -281,6 +305,10 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
         "rankfold compare --contest --preset paper --models mha,gqa --steps 1000 --data texts/",
     ),
     report: ("rankfold report runs --output report",),
-    inspect: ("rankfold inspect runs/mha-adamw-s0-0123456789",),
+    inspect: (
+        "rankfold inspect models/llama --batch 4",
+        "rankfold inspect my_package.models:build --json",
+        "rankfold inspect runs/mha-adamw-s0-0123456789",
+    ),
     check: ("rankfold check isometry-quotient --grid 2 3",),
 }
