@@ -72,7 +72,7 @@ def test_grids_and_groups_of_grids_can_be_given() -> None:
     one = rankfold.build_optimizer(model, grids=iter(first))
     assert set(held(one.products)) == {id(p) for grid in first for p in grid.params()}
     assert sorted(held(one)) == sorted(trainable(model))
-    groups: list[dict[str, Any]] = [{"grids": first, "lr": 0.5}, {"grids": second}]
+    groups: list[dict[str, Any]] = [{"grids": iter(first), "lr": 0.5}, {"grids": second}]
     two = rankfold.build_optimizer(model, grids=groups)
     assert [g["lr"] for g in two.products.param_groups] == [0.5, RECOMMENDED["lr"]]
     assert sorted(held(two)) == sorted(trainable(model))
@@ -248,6 +248,26 @@ def test_found_products_in_partly_covered_weights_go_to_the_base() -> None:
     }
     assert names_of(optimizer, "AdamW") >= {"rotated.in_proj_weight", "rotated.out_proj.weight"}
     assert sorted(held(optimizer)) == sorted(trainable(model))
+
+
+def test_products_are_left_out_until_none_is_in_a_partly_covered_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second weight is covered whole, but half of it by a grid that goes for its first."""
+    weights = nn.ParameterList(torch.randn(8, 4) for _ in range(4))
+    first, second = (Factor(weights[k], rank=2) for k in range(2))
+    half = Factor(weights[1], rank=2, start=2)
+    grids = [
+        Grid(first, second, name="one"),
+        Grid(half, Factor(weights[2], rank=2), name="two"),
+        Grid(Factor(weights[2], rank=2, start=2), Factor(weights[3], rank=2), name="three"),
+        Grid(Factor(weights[3], rank=2, start=2), nn.Parameter(torch.randn(3, 2)), name="four"),
+    ]
+    monkeypatch.setattr(rankfold.adapters, "attention_grids", lambda _: grids)
+    with pytest.raises(
+        ValueError, match=saying("one, two, three, four cannot", "columns 2–3 of 0")
+    ):
+        rankfold.build_optimizer(weights)
 
 
 def test_no_product_left_is_an_error() -> None:

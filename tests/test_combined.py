@@ -241,6 +241,7 @@ def test_where_added_groups_go() -> None:
     assert optimizer.param_groups[-1]["optimizer"] == "AdamW"
     for wrong, words in (
         ({"params": [vector]}, "more than one parameter group"),
+        ({"params": [matrix]}, "more than one parameter group"),  # Muon's, given to AdamW
         ({"params": [vector], "optimizer": "SGD"}, "no optimizer 'SGD' here; there are Rie"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -134,6 +134,24 @@ def test_loading_keeps_the_parts_and_shares_their_groups() -> None:
     assert all(group["optimizer"] for group in inner)
 
 
+def test_loading_goes_over_the_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, once more would be room for one more copy of all of it."""
+    model = Language()
+    optimizer = build(model)
+    train(model, optimizer, [0])
+    cast = torch.optim.Optimizer._process_value_according_to_param_policy
+    calls: list[object] = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return cast(*given)
+
+    place = "_process_value_according_to_param_policy"
+    monkeypatch.setattr(torch.optim.Optimizer, place, staticmethod(counted))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(calls) == sum(len(state) for state in optimizer.state.values())
+
+
 def test_names_stay_those_of_the_model() -> None:
     saved = build(Language()).state_dict()
     for group in saved["param_groups"]:
@@ -200,7 +218,7 @@ def unfreezing(model: Language, base: str) -> CombinedOptimizer:
     covered = {id(p) for grid in grids for p in grid.params()}
     for grid in grids:
         grid.name = f"first.{grid.name}"
-    optimizer.add_param_group({"grids": grids, "lr": 0.125})
+    optimizer.add_param_group({"grids": iter(grids), "lr": 0.125})
     rest = [p for p in first.parameters() if id(p) not in covered]
     optimizer.add_param_group({"params": (p for p in rest), "lr": 0.25})
     return optimizer

@@ -30,7 +30,7 @@ BASES: Mapping[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 # How modules that turn hidden states into logits are called, where the model does not say.
-_UNEMBEDDING = re.compile(r"(lm_head|head|unembed\w*|classifier|score|qa_outputs)\.weight$")
+_UNEMBEDDING = re.compile(r"(^|[._])(head|unembed\w*|classifier|score|outputs)\.weight$")
 _MOST_NAMED = 4
 
 
@@ -130,8 +130,9 @@ def _given_groups(
     grids: Grid | Iterable[Grid] | Iterable[Group], names: Mapping[int, str]
 ) -> list[Group]:
     items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
-    groups: list[Group] = items if items and isinstance(items[0], dict) else [{"grids": items}]
-    every = [grid for group in groups for grid in as_grid_list(group)]
+    written = items if items and isinstance(items[0], dict) else [{"grids": items}]
+    groups: list[Group] = [{**group, "grids": as_grid_list(group)} for group in written]
+    every = [grid for group in groups for grid in group["grids"]]
     for grid in every:
         for param in grid.params():
             if param.requires_grad and id(param) not in names:

@@ -238,12 +238,13 @@ class _JointState(MutableMapping[Tensor, Any]):
 
 
 def _params_of(group: Group) -> list[Tensor]:
-    """What a group as users write it will hold, in that order."""
+    """What a group as users write it will hold, in that order; generators in it become lists."""
     if "grids" in group:
-        return list({id(p): p for grid in as_grid_list(group) for p in grid.params()}.values())
+        group["grids"] = as_grid_list(group)
+        return list({id(p): p for grid in group["grids"] for p in grid.params()}.values())
     params = group["params"]
     listed = [params] if isinstance(params, Tensor) else list(params)
-    if not isinstance(params, Tensor | set):  # a generator is spent by now; torch refuses a set
+    if not isinstance(params, set):  # which torch refuses
         group["params"] = listed
     return [item[1] if isinstance(item, tuple) else item for item in listed]
 
