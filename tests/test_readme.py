@@ -29,13 +29,15 @@ def test_the_example_runs_and_learns() -> None:
     assert loss_of(model, x) < 0.9 * loss_of(fresh, x)
 
 
-def test_the_recommended_lines_take_the_place_of_the_optimizers() -> None:
-    """In the example's own loop, from the first line after its optimizers on."""
+def test_the_parts_apart_take_the_place_of_the_optimizer() -> None:
+    """In the example's own loop, from the first line after its optimizer on."""
     torch.manual_seed(0)
-    example, adopted = python_blocks()
+    example, parts = python_blocks()
     head, loop = example.split("\nx = ")
+    for method in ("step", "zero_grad"):
+        loop = loop.replace(f"optimizer.{method}()", f"optimizer.{method}(), others.{method}()")
     scope: dict[str, Any] = {}
-    exec(compile(f"{head}\n{adopted}\nx = {loop}", "README.md", "exec"), scope)
+    exec(compile(f"{head}\n{parts}\nx = {loop}", "README.md", "exec"), scope)
     x, model, optimizers = scope["x"], scope["model"], (scope["optimizer"], scope["others"])
     assert isinstance(optimizers[0], rankfold.RiemannianSGD)
     assert optimizers[0].param_groups[0]["normalize"] == "schatten-inf"

@@ -12,6 +12,8 @@ from .adapters import (
     lora_grids,
     register_attention,
 )
+from .build import build_optimizer
+from .combined import CombinedOptimizer
 from .defaults import recommended
 from .factors import Factor, Grid
 from .inspection import Inspection, inspect
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionRule",
+    "CombinedOptimizer",
     "Factor",
     "Grid",
     "Inspection",
@@ -30,6 +33,7 @@ __all__ = [
     "RiemannianSGD",
     "__version__",
     "attention_grids",
+    "build_optimizer",
     "diagnostics",
     "full_rank_start_",
     "inspect",
