@@ -314,7 +314,9 @@ def test_shown_as_which_parameter_goes_where() -> None:
     lines = repr(rankfold.build_optimizer(model, 0.5, base_lr=0.25)).splitlines()
     total = sum(p.numel() for p in model.parameters())
     assert lines[0] == f"CombinedOptimizer of {total:,} elements ("
-    assert lines[1].startswith("  [0] RiemannianSGD(geometry=fixed-embedded, lr=0.5, momentum=0.9)")
+    assert lines[1].startswith(
+        "  [0] RiemannianSGD(geometry=fixed-embedded, lr=0.5, momentum=0.9, "
+    )
     assert lines[1].endswith(": 12 products, 1,224 elements")
     assert lines[2:5] == [
         "        layers.*.self_attn.in_proj_weight  ×2",
