@@ -1,4 +1,4 @@
-"""What the documentation site needs beside its pages: results that are kept outside of docs/."""
+"""What the documentation site needs beside its pages: results and examples kept outside of docs/."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-_KEPT = ("benchmarks/results", "benchmarks/reproduction")
-_SHOWN = (".csv", ".png", ".svg", ".json", ".toml")
+_KEPT = ("benchmarks/results", "benchmarks/reproduction", "examples")
+_SHOWN = (".csv", ".ipynb", ".json", ".png", ".py", ".svg", ".toml")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add tables and figures, at the paths that pages have for them."""
+    """Add tables, figures and scripts, at the paths that pages have for them."""
     root = Path(config.config_file_path).parent
     for folder in _KEPT:
         for path in sorted((root / folder).rglob("*")):
@@ -24,4 +24,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """In the repository they are one folder up from the pages, on the site beside them."""
-    return markdown.replace("](../benchmarks/", "](benchmarks/")
+    for folder in ("benchmarks", "examples"):
+        markdown = markdown.replace(f"](../{folder}/", f"]({folder}/")
+    return markdown

@@ -25,7 +25,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert "trust_region" in api
-    assert (tmp_path / "benchmarks/reproduction/figures/mha_rates.png").exists()
+    for linked in ("benchmarks/reproduction/figures/mha_rates.png", "examples/plain_loop.py"):
+        assert (tmp_path / linked).exists()
 
 
 def test_every_page_is_in_the_navigation() -> None:
