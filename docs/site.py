@@ -1,4 +1,4 @@
-"""What the documentation site needs beside its pages: results and examples kept outside of docs/."""
+"""What the documentation site needs beside its pages: results and examples outside of docs/."""
 
 from __future__ import annotations
 
