@@ -116,6 +116,21 @@ def test_without_the_adapter_it_is_the_base_model() -> None:
     assert not torch.allclose(model(X), kept)
 
 
+def test_a_layer_in_two_places_starts_once() -> None:
+    class Twice(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.up
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["up", "again", "down"])
+    model: Any = peft.get_peft_model(Twice(), config)
+    model.base_model.model.again = model.base_model.model.up
+    before = model(X)
+    full_rank_start_(model)
+    torch.testing.assert_close(model(X), before, rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_no_plain_lora_is_refused() -> None:
     begun = adapted()
     full_rank_start_(begun)
@@ -125,12 +140,16 @@ def test_what_is_no_plain_lora_is_refused() -> None:
         full_rank_start_(adapted(use_dora=True))
     with pytest.raises(ValueError, match="no LoRA layers with an adapter 'x'"):
         full_rank_start_(adapted(), adapter="x")
+    merged = adapted()
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="merged"):
+        full_rank_start_(merged)
     convolution = nn.Sequential(nn.Conv2d(2, 3, 1))
     config = peft.LoraConfig(r=2, target_modules=["0"])
-    with pytest.raises(ValueError, match="not Conv2d"):
+    with pytest.raises(ValueError, match="no matrices but a convolution"):
         full_rank_start_(peft.get_peft_model(convolution, config))
     embedding = nn.Sequential(nn.Embedding(5, 4))
-    with pytest.raises(ValueError, match="not embeddings"):
+    with pytest.raises(ValueError, match="an embedding"):
         full_rank_start_(peft.get_peft_model(embedding, config))
 
 

@@ -207,6 +207,8 @@ class RiemannianSGD(StatefulOptimizer):
         with exact_arithmetic(kind for _, plan in ready for kind in plan.device_types):
             for group, plan in ready:
                 self._look(group, plan)
+            for group in self.param_groups:
+                self._forget_unused(group)
             for group, plan in ready:
                 with current_device(plan.device):
                     running = self._running_of(group, plan)
@@ -268,9 +270,6 @@ class RiemannianSGD(StatefulOptimizer):
         tensors["master"] = self._master_of
         if group["momentum"] > 0:
             tensors["momentum"] = self._momentum_of
-        else:
-            for param in group["params"]:
-                self.state.get(param, {}).pop("momentum", None)
         for mover in movers(plan, tensors):
             for stack, members in chunks(mover):
                 self._advance(group, mover, stack, members, running.get(id(stack)))

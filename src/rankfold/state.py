@@ -52,18 +52,28 @@ class StatefulOptimizer(Optimizer):
                 del state[key]
 
     @uncompiled
+    def _forget_unused(self, group: dict[str, Any]) -> None:
+        """Let go of momenta and numbers that a group no longer asks for."""
+        momentum, running = group["momentum"] > 0, _has_running(group)
+        if momentum and running:
+            return
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            if not momentum:
+                state.pop("momentum", None)
+            if not running:
+                for key in [key for key in state if key.startswith(_RUNNING)]:
+                    del state[key]
+
+    @uncompiled
     def _running_of(self, group: dict[str, Any], plan: Plan) -> dict[int, RunningNumbers]:
-        """By stack, where the group asks for them; let go of where it does not.
+        """By stack, where the group asks for them.
 
         To be called before a new momentum is made, which weighs nothing yet.
         """
-        if group["second_moment"] or group["bias_correction"]:
-            return {id(stack): self._running_of_stack(stack) for stack in plan.stacks}
-        for param in group["params"]:
-            state = self.state.get(param, {})
-            for key in [key for key in state if key.startswith(_RUNNING)]:
-                del state[key]
-        return {}
+        if not _has_running(group):
+            return {}
+        return {id(stack): self._running_of_stack(stack) for stack in plan.stacks}
 
     def _running_of_stack(self, stack: Stack) -> RunningNumbers:
         found: list[Tensor] = []
@@ -157,3 +167,7 @@ class StatefulOptimizer(Optimizer):
         finally:
             before.remove()
             after.remove()
+
+
+def _has_running(group: dict[str, Any]) -> bool:
+    return bool(group["second_moment"] or group["bias_correction"])

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from .lora import adapters_of, lora_layers, why_not
+
 
 class _Start(NamedTuple):
     """Of one layer: A₀ (r, in) and B₀ (out, r)."""
@@ -35,7 +37,8 @@ def full_rank_start_(
     """Bring a PEFT LoRA adapter to full rank, in place, leaving what the model computes as it is.
 
     Args:
-        model: a PEFT model whose LoRA layers are all linear, with B = 0 as PEFT makes them.
+        model: a PEFT model whose LoRA layers are all plain linear ones, active, with B = 0 as PEFT
+            makes them.
         size: all singular values of the product B₀A₀.
         adapter: its name.
         seed: of B₀ and A₀, which follow from it and the names of the layers alone. To go on with a
@@ -44,7 +47,7 @@ def full_rank_start_(
     Returns what saves the adapter. Keep it: with the model's own `save_pretrained` the part that
     is taken away would be lost. With dropout in the adapter the model is unchanged on average.
     """
-    layers = _lora_layers(model, adapter)
+    layers = _linear_layers(model, adapter)
     for name, layer in layers:
         if layer.lora_B[adapter].weight.count_nonzero():
             raise ValueError(
@@ -113,23 +116,21 @@ class FullRankStart:
         described.write_text(json.dumps(_doubled(config), indent=2) + "\n", encoding="utf-8")
 
 
-def _lora_layers(model: nn.Module, adapter: str) -> list[tuple[str, Any]]:
-    """The linear LoRA layers of an adapter, by name; raises for all that is no plain LoRA."""
-    found: list[tuple[str, Any]] = []
-    for name, module in model.named_modules():
-        if adapter in getattr(module, "lora_embedding_A", ()):
-            raise ValueError(f"{name}: full_rank_start_ takes linear LoRA layers, not embeddings")
-        if adapter not in getattr(module, "lora_A", ()):
+def _linear_layers(model: nn.Module, adapter: str) -> list[tuple[str, Any]]:
+    """The LoRA layers of an adapter, each once; raises for all that is no plain product."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, layer in lora_layers(model):
+        if adapter not in adapters_of(layer):
             continue
-        if adapter in getattr(module, "lora_magnitude_vector", ()):
-            raise ValueError(f"{name}: DoRA scales its product, which a full-rank start would bend")
-        if not isinstance(module.lora_A[adapter], nn.Linear):
-            kind = type(module.lora_A[adapter]).__name__
-            raise ValueError(f"{name}: full_rank_start_ takes linear LoRA layers, not {kind}")
-        found.append((name, module))
+        reason = why_not(layer, adapter)
+        if adapter in layer.lora_magnitude_vector:
+            reason = "DoRA scales its product, which a full-rank start would bend"
+        if reason is not None:
+            raise ValueError(f"{name} cannot start at full rank: {reason}")
+        found.setdefault(id(layer), (name, layer))
     if not found:
         raise ValueError(f"the model has no LoRA layers with an adapter {adapter!r}")
-    return found
+    return list(found.values())
 
 
 def _key(tensors: dict[str, Tensor], layer: str, weight: str) -> str:

@@ -31,10 +31,10 @@ def lora_grids(model: nn.Module, *, adapters: str | Iterable[str] | None = None)
 
     Adapters that are frozen, inactive, or merged are left out, and so are those of embeddings and
     convolutions; `rankfold.inspect` shows which and why. B is zero in a fresh adapter, where
-    fixed-rank geometries need ``damping``. Raises ValueError if nothing is found.
+    fixed-rank geometries need `full_rank_start_` or ``damping``. Raises ValueError if none is found.
     """
     wanted = None if adapters is None else {adapters} if isinstance(adapters, str) else {*adapters}
-    known = {adapter for _, layer in _layers(model) for adapter in _adapters(layer)}
+    known = {adapter for _, layer in lora_layers(model) for adapter in adapters_of(layer)}
     if wanted is not None and not wanted <= known:
         missing = ", ".join(sorted(wanted - known))
         raise ValueError(
@@ -58,14 +58,15 @@ def lora_candidates(model: nn.Module, adapters: set[str] | None = None) -> list[
         model,
         (
             _candidate(model, name, layer, adapter)
-            for name, layer in _layers(model)
-            for adapter in _adapters(layer)
+            for name, layer in lora_layers(model)
+            for adapter in adapters_of(layer)
             if adapters is None or adapter in adapters
         ),
     )
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """PEFT's LoRA layers by name, those in several places under each."""
     for name, module in model.named_modules(remove_duplicate=False):
         if _is(module, _LAYER):
             yield name, module
@@ -75,7 +76,8 @@ def _is(module: nn.Module, kind: str) -> bool:
     return any(qualified_name(each) == kind for each in type(module).__mro__)
 
 
-def _adapters(layer: Any) -> list[str]:
+def adapters_of(layer: Any) -> list[str]:
+    """The names of the adapters on a layer."""
     return [*dict.fromkeys([*layer.lora_A, *layer.lora_embedding_A])]
 
 
@@ -83,7 +85,7 @@ def _candidate(model: nn.Module, name: str, layer: Any, adapter: str) -> Candida
     label = f"{name}.{adapter}" if name else adapter
 
     def build() -> Grid:
-        reason = _why_not(layer, adapter)
+        reason = why_not(layer, adapter)
         if reason is not None:
             raise ValueError(reason)
         left, right = layer.lora_B[adapter].weight, Factor(layer.lora_A[adapter].weight, axis=0)
@@ -92,7 +94,7 @@ def _candidate(model: nn.Module, name: str, layer: Any, adapter: str) -> Candida
     return candidate(model, label, "lora", build)
 
 
-def _why_not(layer: Any, adapter: str) -> str | None:
+def why_not(layer: Any, adapter: str) -> str | None:
     """Why the layer's output is no function of this adapter's product, or None if it is."""
     if _is(layer, _ADALORA):
         return "AdaLoRA: lora_E stands between the factors"

@@ -42,6 +42,18 @@ class Course(NamedTuple):
     clipped: Tensor | None
 
 
+class _Given(NamedTuple):
+    """What the forms of momentum begin with; ``scale`` (batch,) is the signed learning rate."""
+
+    geometry: Geometry
+    frame: Any
+    grad: Pair
+    momentum: Pair | None
+    running: Running | None
+    options: StepOptions
+    scale: Tensor
+
+
 def plot(
     geometry: Geometry,
     frame: Any,
@@ -63,21 +75,14 @@ def plot(
         nu, weight = options.momentum, running.weight
         weight = torch.zeros_like(weight) if momentum is None else nu * weight + (1 - nu)
         running = running._replace(weight=weight)
-    made = (geometry, frame, grad, momentum, running, options, scale)
-    course = _heavy_ball(*made) if options.momentum_form == "heavy-ball" else _smoothing(*made)
+    given = _Given(geometry, frame, grad, momentum, running, options, scale)
+    course = _heavy_ball(given) if options.momentum_form == "heavy-ball" else _smoothing(given)
     return course._replace(clipped=clipped)
 
 
-def _smoothing(
-    geometry: Geometry,
-    frame: Any,
-    grad: Pair,
-    momentum: Pair | None,
-    running: Running | None,
-    options: StepOptions,
-    scale: Tensor,
-) -> Course:
+def _smoothing(given: _Given) -> Course:
     """ν times the momentum plus 1 − ν times the gradient."""
+    geometry, frame, grad, momentum, running, options, scale = given
     nu, repair = options.momentum, options.gradient_repair
     if momentum is None:
         tangent = geometry.gradient(frame, grad, repair)
@@ -106,16 +111,9 @@ def _smoothing(
     return Course(direction, scale, tangent, ahead is tangent, running, None)
 
 
-def _heavy_ball(
-    geometry: Geometry,
-    frame: Any,
-    grad: Pair,
-    momentum: Pair | None,
-    running: Running | None,
-    options: StepOptions,
-    scale: Tensor,
-) -> Course:
+def _heavy_ball(given: _Given) -> Course:
     """ν times the last step plus a normalized step along the gradient."""
+    geometry, frame, grad, momentum, running, options, scale = given
     assert momentum is not None  # checks.check_options
     nu = options.momentum
     fresh = geometry.gradient(frame, grad, options.gradient_repair)
