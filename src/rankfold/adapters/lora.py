@@ -31,7 +31,7 @@ def lora_grids(model: nn.Module, *, adapters: str | Iterable[str] | None = None)
 
     Adapters that are frozen, inactive, or merged are left out, and so are those of embeddings and
     convolutions; `rankfold.inspect` shows which and why. B is zero in a fresh adapter, where
-    fixed-rank geometries need `full_rank_start_` or ``damping``. Raises ValueError if none is found.
+    fixed-rank geometries need `full_rank_start_` or ``damping``. Raises ValueError without any.
     """
     wanted = None if adapters is None else {adapters} if isinstance(adapters, str) else {*adapters}
     known = {adapter for _, layer in lora_layers(model) for adapter in adapters_of(layer)}
