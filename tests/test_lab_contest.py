@@ -19,12 +19,12 @@ from rankfold.lab import records
 from rankfold.lab.config import RunConfig
 from rankfold.lab.contest import (
     METHODS,
-    MOMENTA,
-    TUNING_SEEDS,
+    TUNING_SEED,
     Cell,
     Choice,
     Contest,
     Losses,
+    Setting,
     grown,
     run_contest,
 )
@@ -39,7 +39,7 @@ LossOf = Callable[[RunConfig], float]
 def contest(**changed: Any) -> Contest:
     chosen: dict[str, Any] = {
         "preset": "tiny",
-        "methods": ("adamw", "muon", "fixed-embedded"),
+        "methods": ("adamw", "muon", "fixed-quotient"),
         "models": ("mha",),
         "steps": (40,),
         "seeds": 8,
@@ -84,15 +84,20 @@ class Lab:
         return Outcome(config.key, status, "", loss)
 
 
-def bowl(best: dict[str, int], momentum: float = 0.95, gap: float = 0.05) -> LossOf:
-    """A loss with its least value at these exponents; ours is ``gap`` below all others."""
+def bowl(best: dict[str, int], momentum: float = 0.95, gap: float = 0.05, vo: int = 0) -> LossOf:
+    """A loss with its least value at these exponents, of value·output products ``vo`` higher.
+
+    Ours is ``gap`` below all others.
+    """
 
     def loss(config: RunConfig) -> float:
-        name, seed = method_of(config), config.training.seed
-        away = math.log2(config.optimizer.lr) - best[name]
+        name, seed, told = method_of(config), config.training.seed, config.optimizer
+        away = math.log2(told.lr) - best[name]
+        share = math.log2(told.vo_rate)
         noise = random.Random(f"{name}{seed}").gauss(0, 0.003)
         ours = gap if METHODS[name].kind == "ours" else 0.0
-        return 4 + away**2 + abs(config.optimizer.momentum - momentum) + seed / 50 + noise - ours
+        rates = away**2 + (away + share - vo) ** 2
+        return 4 + rates + abs(told.momentum - momentum) + seed / 50 + noise - ours
 
     return loss
 
@@ -127,21 +132,44 @@ def test_all_are_tuned_alike_and_compared_on_fresh_seeds(tmp_path: Path) -> None
     (cell,) = held.cells()
     for name, method in METHODS.items():
         runs = [config for config in lab.made if method_of(config) == name]
-        tuning = [c for c in runs if c.training.seed in TUNING_SEEDS]
-        grid = {(c.optimizer.lr, c.optimizer.momentum, c.training.seed) for c in tuning}
-        rates = [2.0 ** (CENTRES[name] + k) for k in (-1, 0, 1)]
-        assert grid == {(lr, m, s) for lr in rates for m in MOMENTA for s in TUNING_SEEDS}
+        tuning = [c for c in runs if c.training.seed == TUNING_SEED]
+        assert [away(c, CENTRES[name]) for c in tuning] == [
+            *((-1, -1, 0.9), (0, 0, 0.9), (1, 1, 0.9)),  # both rates
+            *((0, -1, 0.9), (0, 1, 0.9)),  # that of value·output products
+            *((-1, 0, 0.9), (1, 0, 0.9)),  # that of query·key products
+            *((0, 0, 0.8), (0, 0, 0.95)),
+        ]
         finals = runs[len(tuning) :]
         assert [c.training.seed for c in finals] == list(range(8))
-        assert {(c.optimizer.lr, c.optimizer.momentum) for c in finals} == {(rates[1], 0.95)}
+        assert {away(c, CENTRES[name]) for c in finals} == {(0, 0, 0.95)}
         choice = held.tuning(cell, method, Losses(tmp_path))[1]
         assert choice is not None
-        assert (choice.exponent, choice.momentum, choice.interior) == (CENTRES[name], 0.95, True)
-        assert choice.loss == pytest.approx(6.01, abs=0.06)
+        assert choice.setting == Setting(CENTRES[name], CENTRES[name], 0.95)
+        assert choice.interior
+        assert choice.loss == pytest.approx(6.0, abs=0.06)
     alike = {(c.optimizer.weight_decay, c.optimizer.masters, c.model.final_norm) for c in lab.made}
     assert alike == {(0.0, True, True)}
     ours = [c for c in lab.made if METHODS[method_of(c)].kind == "ours"]
-    assert {(c.optimizer.normalize, c.optimizer.nesterov) for c in ours} == {("schatten-inf", True)}
+    assert {(c.optimizer.normalize, c.optimizer.nesterov) for c in ours} == {("whitened", True)}
+
+
+def away(config: RunConfig, centre: int) -> tuple[int, int, float]:
+    """How far the two rates are from the centre, and the momentum."""
+    told = config.optimizer
+    both = (math.log2(told.lr), math.log2(told.lr * told.vo_rate))
+    return int(both[0]) - centre, int(both[1]) - centre, told.momentum
+
+
+def test_the_two_rates_are_tuned_one_by_one(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, bowl(CENTRES, vo=3))
+    held = contest()
+    run_contest(held, tmp_path, lab.make, "tune")
+    for name in held.methods:
+        choice = held.tuning(held.cells()[0], METHODS[name], Losses(tmp_path))[1]
+        assert choice is not None
+        assert choice.setting == Setting(CENTRES[name], CENTRES[name] + 3, 0.95)
+        assert choice.interior
+    assert max(Counter(c.key for c in lab.made).values()) == 1
 
 
 def test_a_centre_that_is_off_is_left_behind(tmp_path: Path) -> None:
@@ -152,7 +180,8 @@ def test_a_centre_that_is_off_is_left_behind(tmp_path: Path) -> None:
     for name in held.methods:
         choice = held.tuning(held.cells()[0], METHODS[name], Losses(tmp_path))[1]
         assert choice is not None
-        assert (choice.exponent, choice.momentum, choice.interior) == (best[name], 0.9, True)
+        assert choice.setting == Setting(best[name], best[name], 0.9)
+        assert choice.interior
     assert max(Counter(c.key for c in lab.made).values()) == 1
 
 
@@ -194,7 +223,7 @@ def test_finals_go_seed_by_seed(tmp_path: Path) -> None:
     lab = Lab(tmp_path, bowl(CENTRES))
     run_contest(contest(seeds=3), tmp_path, lab.make)
     finals = [(c.training.seed, method_of(c)) for c in lab.made if c.training.seed < 100]
-    assert finals == [(s, m) for s in range(3) for m in ("muon", "fixed-embedded", "adamw")]
+    assert finals == [(s, m) for s in range(3) for m in ("muon", "fixed-quotient", "adamw")]
 
 
 def test_a_contest_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -221,16 +250,16 @@ def test_parts_of_a_contest(tmp_path: Path) -> None:
     run_contest(contest(), tmp_path, lab.make, "final")
     assert lab.made == []
     run_contest(contest(), tmp_path, lab.make, "tune")
-    assert {c.training.seed for c in lab.made} == set(TUNING_SEEDS)
+    assert {c.training.seed for c in lab.made} == {TUNING_SEED}
     run_contest(contest(), tmp_path, lab.make, "final")
-    assert {c.training.seed for c in lab.made} == {*TUNING_SEEDS, *range(8)}
+    assert {c.training.seed for c in lab.made} == {TUNING_SEED, *range(8)}
 
 
 def test_a_failing_method_holds_up_no_other(tmp_path: Path) -> None:
     lab = Lab(tmp_path, bowl(CENTRES))
     lab.failing = {"muon"}
     outcomes = run_contest(contest(), tmp_path, lab.make)
-    assert sum(o.status == "failed" for o in outcomes) == 12
+    assert sum(o.status == "failed" for o in outcomes) == 3
     assert max(Counter(c.key for c in lab.made).values()) == 1
     (result,) = results(contest(), Losses(tmp_path))
     assert [len(e.losses) for e in result.entries] == [0, 8, 8]
@@ -274,12 +303,13 @@ def test_contests_that_cannot_be_held(changed: dict[str, Any], words: str) -> No
 def test_the_papers_contest() -> None:
     held = Contest("paper", tuple(METHODS), ("mha", "gqa", "rope"), (1000, 10000), 8, ("none",))
     for cell in held.cells():
-        config = held.config(cell, METHODS["muon"], -7, 0.9, 0)
+        config = held.config(cell, METHODS["muon"], Setting(-7, -6, 0.9), 0)
         assert (config.model.layers, config.model.weights) == (6, "bfloat16")
         assert config.optimizer.other_lr == 2.0**-10
         assert config.model.rope == config.model.qk_norm == (cell.model == "rope")
         assert (config.model.kv_heads == 1) == (cell.model == "gqa")
         assert config.training.graph
+        assert (config.optimizer.lr, config.optimizer.vo_rate) == (2.0**-7, 2.0)
 
 
 # Verdicts ----------------------------------------------------------------------------------------
@@ -288,7 +318,7 @@ def test_the_papers_contest() -> None:
 def result_of(losses: dict[str, list[float]], planned: int = 8) -> Result:
     """A cell in which each method has these losses."""
     entries = [
-        Entry(METHODS[name], Choice(-7, 0.9, 4.0, True), dict(enumerate(values)))
+        Entry(METHODS[name], Choice(Setting(-7, -7, 0.9), 4.0, True), dict(enumerate(values)))
         for name, values in losses.items()
     ]
     return Result(Cell("mha", 1000, "none"), planned, entries)
@@ -304,7 +334,7 @@ def around(centre: float, spread: float = 0.001, seeds: int = 8) -> list[float]:
         ({"muon": around(4, 0), "fixed-embedded": around(3.98)}, True, "goal met: fixed-embedded"),
         ({"muon": around(4, 0), "fixed-embedded": around(3.995)}, False, "is below 0.01 nats"),
         ({"muon": around(4, 0), "fixed-embedded": around(3.98, 0.1)}, False, "null, no difference"),
-        ({"muon": around(4, 0), "fixed-embedded": around(4.02)}, False, "Muon kind is better"),
+        ({"muon": around(4, 0), "fixed-embedded": around(4.02)}, False, "Muon is better"),
         ({"muon": around(4, 0)}, None, "no verdict"),
         ({"adamw": around(4, 0), "fixed-embedded": around(3.9)}, None, "no verdict"),
         ({"muon": around(4, 0), "fixed-embedded": around(3.9, 0, 7)}, None, "open, 1 runs"),
@@ -370,8 +400,8 @@ def test_the_page_has_what_the_numbers_say(tmp_path: Path) -> None:
     assert [r.met for r in found] == [True] * 2
     page = (tmp_path / "index.html").read_text("utf-8")
     assert "It is met in 2 of 2 comparisons; 0 of them are open." in page
-    assert len(re.findall(r"Goal met: fixed-embedded − muon = −0\.0[23]", page)) == 2
-    assert "2⁻¹³*" in page  # where AdamW's line ended
+    assert len(re.findall(r"Goal met: fixed-quotient − muon = −0\.0[23]", page)) == 2
+    assert "2⁻¹⁸*" in page  # where AdamW's lines ended
     assert page.index("The contest") < page.index("Models and data") < page.index("Summary")
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
@@ -384,13 +414,13 @@ def test_the_page_has_what_the_numbers_say(tmp_path: Path) -> None:
         line
         for line in lines
         if (line["model"], line["annealing"], line["method"])
-        == ("rope", "linear", "fixed-embedded")
+        == ("rope", "linear", "fixed-quotient")
     ]
     result = next(r for r in found if r.cell == Cell("rope", 40, "linear"))
     ours_entry, test = result.best or pytest.fail("no best")
-    assert float(ours["lr"]) == 2.0 ** CENTRES["fixed-embedded"]
+    assert float(ours["lr_qk"]) == 2.0 ** CENTRES["fixed-quotient"]
     assert float(ours["loss"]) == pytest.approx(ours_entry.loss)
-    assert float(ours["muon_mean"]) == pytest.approx(test.mean)
+    assert float(ours["rival_mean"]) == pytest.approx(test.mean)
     assert float(ours["adamw_p"]) < 1e-6
     assert ours["goal_met"] == "1"
     adamw = next(line for line in lines if line["method"] == "adamw")
@@ -409,15 +439,15 @@ def test_a_contest_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
 def test_where_a_contest_stands(tmp_path: Path) -> None:
     held = contest(seeds=2)
     fresh = standing(held, tmp_path)
-    assert "tuning 0 of 36 runs known so far, comparison 0 of 6, 1,680 steps left" in fresh
+    assert "tuning 0 of 9 runs known so far, comparison 0 of 6, 600 steps left" in fresh
     lab = Lab(tmp_path, bowl(CENTRES))
     run_contest(held, tmp_path, lab.make, "tune")
-    assert "tuning 36 of 36" in standing(held, tmp_path)
+    assert "tuning 27 of 27" in standing(held, tmp_path)
     assert "comparison 0 of 6, about 0 min left at 10.0 ms a step" in standing(held, tmp_path)
     run_contest(held, tmp_path, lab.make)
     text = standing(held, tmp_path)
     assert "comparison 6 of 6" in text
-    assert text.count("finished") == 42
+    assert text.count("finished") == 33
 
 
 # The command -------------------------------------------------------------------------------------
@@ -442,12 +472,12 @@ def test_a_contest_for_real(command: Callable[..., Any], tmp_path: Path) -> None
     asked = (*asked, "--models", "mha", "--methods", "muon,fixed-embedded")
     listed = command(*asked, "--dry-run")
     assert listed.exit_code == 0, listed.output
-    assert listed.stdout.count("new") == 24
+    assert listed.stdout.count("new") == 6
     made = command(*asked)
     assert made.exit_code == 0, made.output
     assert "preliminary, of fewer than 8 seeds: fixed-embedded − muon" in made.stdout
     runs = records.read_runs(tmp_path / "comparison" / "runs")
-    assert len(runs) >= 24 + 4
+    assert len(runs) >= 18 + 4
     assert {run.status for run in runs} == {"finished"}
     page = tmp_path / "comparison" / "index.html"
     before = page.read_bytes()

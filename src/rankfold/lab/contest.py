@@ -2,11 +2,12 @@
 
 A *cell* is one model, number of steps and annealing. In each, for every method by the same rule:
 
-1. At the shortest horizon three learning rates, powers of two around the method's centre, times
-   two momenta, on two tuning seeds. Where the best rate of a momentum is the first or the last of
-   its line, the line grows by one rate at that end, until it is neither.
-2. At a longer horizon the momentum stays. The best rate and half of it are run on one tuning seed,
-   and the line grows by the same rule.
+1. At the shortest horizon, one line of settings after the other, each through the best so far: the
+   learning rate of all products, in powers of two from the method's centre; that of value·output
+   products alone; that of query·key products alone; the momentum. Where the best rate is the first
+   or the last of its line, the line grows by one rate at that end, until it is neither.
+2. At a longer horizon the best rates and half of them are run, and that line grows by the same
+   rule. All else stays.
 3. The best setting is run on the seeds from 0 on.
 
 What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on
@@ -20,25 +21,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import records
 from .config import RunConfig, preset
-from .statistics import final_loss, mean
+from .statistics import final_loss
 from .sweep import Outcome
 
-MOMENTA = (0.9, 0.95)
-TUNING_SEEDS = (100, 101)
+MOMENTA = (0.8, 0.9, 0.95)
+TUNING_SEED = 100
 # By so many rates a line may grow. One that wants more is reported as not tuned to the end.
 _MOST_GROWTH = 4
+_MOMENTUM = 0.9  # until it is tuned
 
 
 @dataclass(frozen=True)
 class Method:
-    """An entry of the contest: a learning rate and a momentum are all that is tuned.
+    """An entry of the contest: two learning rates and a momentum are all that is tuned.
 
-    ``kind`` is "adamw", "muon" (what is to be beaten), "ours" or "reference" (ours, but no
-    candidate). ``centres`` are powers of two, by preset.
+    ``kind`` is "adamw", "muon" (what is to be beaten), "pair" (Muon as seen by products, beside
+    ours), "ours" or "reference" (ours, but no candidate). ``centres`` are powers of two, by preset.
     """
 
     name: str
@@ -51,10 +53,10 @@ def _rival(name: str, kind: str, paper: int, tiny: int) -> Method:
     return Method(name, kind, {"optimizer.name": name}, {"paper": paper, "tiny": tiny})
 
 
-def _schatten(geometry: str) -> Method:
+def _whitened(geometry: str) -> Method:
     options = {
         "optimizer.name": geometry,
-        "optimizer.normalize": "schatten-inf",
+        "optimizer.normalize": "whitened",
         "optimizer.nesterov": True,
     }
     return Method(geometry, "ours", options, {"paper": -7, "tiny": -5})
@@ -70,14 +72,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
         for method in (
-            _rival("muon", "muon", paper=-7, tiny=-5),
-            _rival("whitened", "muon", paper=-7, tiny=-5),
-            _schatten("fixed-embedded"),
-            _schatten("isometry-quotient"),
+            _rival("muon", "muon", paper=-8, tiny=-5),
+            _whitened("fixed-quotient"),
             _rival("adamw", "adamw", paper=-13, tiny=-8),
-            _rival("dion", "muon", paper=-7, tiny=-5),
-            _schatten("fixed-quotient"),
-            _schatten("isometry-embedded"),
+            _rival("whitened", "pair", paper=-7, tiny=-5),
+            _rival("dion", "muon", paper=-8, tiny=-5),
+            _whitened("fixed-embedded"),
+            _whitened("isometry-quotient"),
+            _whitened("isometry-embedded"),
             _metric("fixed-embedded"),
             _metric("isometry-quotient"),
         )
@@ -127,7 +129,7 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
         ),
         "tiny": Setup(
             {**_ALIKE, "training.validation_batches": 2},
-            methods=("muon", "fixed-embedded", "adamw", "dion"),
+            methods=("muon", "fixed-quotient", "adamw", "dion"),
             models=("mha", "gqa"),
             steps=(40,),
             seeds=3,
@@ -153,15 +155,53 @@ class Cell:
         return f"{words[self.model]}, {self.steps:,} steps, {annealing}"
 
 
+class Setting(NamedTuple):
+    """What is tuned: rates 2^qk and 2^vo of query·key and value·output products, and momentum."""
+
+    qk: int
+    vo: int
+    momentum: float
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Of a run."""
+        return {
+            "optimizer.lr": 2.0**self.qk,
+            "optimizer.vo_rate": 2.0 ** (self.vo - self.qk),
+            "optimizer.momentum": self.momentum,
+        }
+
+
+class Line(NamedTuple):
+    """Settings ``k`` steps away from the best so far: those to begin with, and if it may grow."""
+
+    at: Callable[[Setting, int], Setting]
+    start: tuple[int, ...] = (-1, 0, 1)
+    grows: bool = True
+
+
+def _both(best: Setting, k: int) -> Setting:
+    return best._replace(qk=best.qk + k, vo=best.vo + k)
+
+
+# Tuned one after the other.
+LINES: tuple[Line, ...] = (
+    Line(_both),
+    Line(lambda best, k: best._replace(vo=best.vo + k)),
+    Line(lambda best, k: best._replace(qk=best.qk + k)),
+    Line(lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False),
+)
+LONGER_LINES: tuple[Line, ...] = (Line(_both, (-1, 0)),)
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A tuned setting: the learning rate is 2^exponent, ``loss`` that of the tuning seeds.
+    """A tuned setting and its loss on the tuning seed.
 
-    ``interior`` says whether worse rates were seen on both sides of it.
+    ``interior`` says whether worse rates were seen on both sides of it, line by line.
     """
 
-    exponent: int
-    momentum: float
+    setting: Setting
     loss: float
     interior: bool
 
@@ -229,8 +269,8 @@ class Contest:
             for name in given:
                 if name not in known:
                     raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
-        if not 1 <= self.seeds <= TUNING_SEEDS[0]:
-            raise ValueError(f"a contest has 1 to {TUNING_SEEDS[0]} seeds, not {self.seeds}")
+        if not 1 <= self.seeds <= TUNING_SEED:
+            raise ValueError(f"a contest has 1 to {TUNING_SEED} seeds, not {self.seeds}")
         for cell in self.cells():
             self._base(cell)
 
@@ -258,14 +298,11 @@ class Contest:
         schedule = {"training.steps": cell.steps, "training.annealing": cell.annealing}
         return preset(self.preset + suffix).with_options({**common, **schedule})
 
-    def config(
-        self, cell: Cell, method: Method, exponent: int, momentum: float, seed: int
-    ) -> RunConfig:
+    def config(self, cell: Cell, method: Method, setting: Setting, seed: int) -> RunConfig:
         """One run."""
-        asked = (cell, method.name, exponent, momentum, seed)
+        asked = (cell, method.name, setting, seed)
         if asked not in self._made:
-            tuned = {"optimizer.lr": 2.0**exponent, "optimizer.momentum": momentum}
-            options = {**method.options, **tuned, "training.seed": seed}
+            options = {**method.options, **setting.options, "training.seed": seed}
             self._made[asked] = self._base(cell).with_options(options)
         return self._made[asked]
 
@@ -274,47 +311,39 @@ class Contest:
     ) -> tuple[list[RunConfig], Choice | None]:
         """The runs that tuning is known to want, and what it chooses once all of them ended."""
         runs: list[RunConfig] = []
-        lines: dict[float, list[int]]
-        seeds: tuple[int, ...]
+        centre = method.centres[self.preset]
+        choice, lines = Choice(Setting(centre, centre, _MOMENTUM), math.inf, True), LINES
         if cell.steps > self.shortest:
             runs, chosen = self.tuning(replace(cell, steps=self.shortest), method, losses)
             if chosen is None or math.isinf(chosen.loss):
                 return runs, chosen
-            lines = {chosen.momentum: [chosen.exponent - 1, chosen.exponent]}
-            seeds = TUNING_SEEDS[:1]
-        else:
-            centre = method.centres[self.preset]
-            lines = {momentum: [centre - 1, centre, centre + 1] for momentum in MOMENTA}
-            seeds = TUNING_SEEDS
-        choices = []
-        for momentum, start in lines.items():
+            choice, lines = replace(chosen, interior=True), LONGER_LINES
+        for line in lines:
+            best = choice.setting
 
-            def at(rate: int, momentum: float = momentum) -> list[RunConfig]:
-                return [self.config(cell, method, rate, momentum, seed) for seed in seeds]
+            def at(k: int, line: Line = line, best: Setting = best) -> RunConfig:
+                return self.config(cell, method, line.at(best, k), TUNING_SEED)
 
-            def loss(rate: int, at: Callable[[int], list[RunConfig]] = at) -> float | None:
-                found = [losses.of(config) for config in at(rate)]
-                known = [x for x in found if x is not None]
-                return mean(known) if len(known) == len(found) else None
+            def loss(k: int, at: Callable[[int], RunConfig] = at) -> float | None:
+                return losses.of(at(k))
 
-            line = grown(start, loss)
-            runs += [config for rate in line for config in at(rate)]
-            for rate in line:
-                value = loss(rate)
-                if value is not None:
-                    choices.append(Choice(rate, momentum, value, rate not in (line[0], line[-1])))
-        if any(losses.of(config) is None for config in runs):
-            return runs, None
-        return runs, min(choices, key=lambda choice: choice.loss)
+            places = grown(line.start, loss) if line.grows else list(line.start)
+            runs += [at(k) for k in places]
+            found = {k: value for k in places if (value := loss(k)) is not None}
+            if len(found) < len(places):
+                return runs, None
+            k = min(found, key=found.__getitem__)
+            inside = not line.grows or k not in (places[0], places[-1])
+            choice = Choice(line.at(best, k), found[k], choice.interior and inside)
+            if math.isinf(choice.loss):
+                break
+        return list({run.key: run for run in runs}.values()), choice
 
     def finals(self, cell: Cell, method: Method, choice: Choice | None) -> list[RunConfig]:
         """The runs of the comparison, none before a method is tuned or if it always diverged."""
         if choice is None or math.isinf(choice.loss):
             return []
-        return [
-            self.config(cell, method, choice.exponent, choice.momentum, seed)
-            for seed in range(self.seeds)
-        ]
+        return [self.config(cell, method, choice.setting, seed) for seed in range(self.seeds)]
 
     def tuning_runs(self, cell: Cell, losses: Losses) -> list[RunConfig]:
         """All runs that tuning is known to want."""

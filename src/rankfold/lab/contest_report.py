@@ -14,16 +14,17 @@ from matplotlib.figure import Figure
 
 from . import records
 from .config import RunConfig
-from .contest import TUNING_SEEDS, Cell, Choice, Contest, Losses, Method
+from .contest import MOMENTA, TUNING_SEED, Cell, Choice, Contest, Losses, Method
 from .figures import Drawn, rate, write_figures
 from .report import Findings, fixed, p_value, signed, write_csv, write_report
 from .statistics import Paired, deviation, mean, paired
 
-GOAL, LEVEL, SEEDS = 0.01, 0.01, 8  # nats below the best Muon kind, p-value, seeds at least
+GOAL, LEVEL, SEEDS = 0.01, 0.01, 8  # nats below the best Muon, p-value, seeds at least
 _TIMED_RUNS = 8
-_COLUMNS = ["method", "lr", "momentum", "loss", "std", "seeds"]
-_COLUMNS += ["− Muon", "p", "− AdamW", "p", "− best Muon kind", "p"]
-_COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "ours": "#0000ff", "reference": "#8c8c8c"}
+_COLUMNS = ["method", "lr of QK", "of VO", "momentum", "loss", "std", "seeds"]
+_COLUMNS += ["− best Muon", "p", "− AdamW", "p", "− pair", "p"]
+_COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "pair": "#c47f3a"}
+_COLOURS |= {"ours": "#0000ff", "reference": "#8c8c8c"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class Result:
         return next(iter(self.of_kind("muon")), None)
 
     @property
+    def measures(self) -> tuple[Entry | None, Entry | None, Entry | None]:
+        """What every method is compared with: the best Muon, AdamW, Muon on pairs."""
+        return self.rival, self.named("adamw"), self.named("whitened")
+
+    @property
     def missing(self) -> int:
         """Final runs of our candidates and the Muon kinds still to be made."""
         shown = [e for e in self.entries if e.method.kind in ("muon", "ours")]
@@ -119,7 +125,7 @@ class Result:
         if self.missing:
             return f"open, {self.missing} runs of the comparison are still to be made."
         if self.best is None or self.rival is None:
-            return "no verdict, it takes one of ours and one of the Muon kinds."
+            return "no verdict, it takes one of ours and Muon or Dion."
         entry, test = self.best
         size = f"{entry.method.name} − {self.rival.method.name} = {signed(test.mean)} nats"
         facts = (
@@ -134,7 +140,7 @@ class Result:
         if not test.p < LEVEL:
             return f"null, no difference can be told: {facts}."
         if test.mean > 0:
-            return f"goal not met, the best Muon kind is better: {facts}."
+            return f"goal not met, the best Muon is better: {facts}."
         return f"goal not met, the difference is below {GOAL} nats: {facts}."
 
 
@@ -174,18 +180,19 @@ def write_contest(contest: Contest, root: Path, output: Path) -> list[Result]:
 
 def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
     met, open_ = sum(r.met is True for r in found), sum(r.met is None for r in found)
-    momenta_and_seeds = " and ".join(map(str, TUNING_SEEDS))
     return [
-        f"The goal is a loss at least {GOAL} nats below the best Muon kind (muon, whitened, dion) "
-        f"with p < {LEVEL} over {SEEDS} seeds or more. It is met in {met} of {len(found)} "
-        f"comparisons; {open_} of them are open.",
-        "Every method was tuned by the same rule: learning rates in powers of two around its "
-        "centre, each line extended until the best is not at its end, times momenta 0.9 and 0.95, "
-        f"at {contest.shortest:,} steps on seeds {momenta_and_seeds}; at longer horizons the rate "
-        f"alone, on seed {TUNING_SEEDS[0]}. The losses below are of fresh seeds from 0 on. A rate "
-        "marked * was the last of its line. p-values of the tables are of paired t tests as they "
-        "are; that of a verdict is multiplied by the number of our candidates, as the best of "
-        "them is picked on the same seeds. A null is a null, not a tie.",
+        f"The goal is a loss at least {GOAL} nats below the best Muon (muon, dion: each factor by "
+        f"itself) with p < {LEVEL} over {SEEDS} seeds or more. It is met in {met} of {len(found)} "
+        f"comparisons; {open_} of them are open. The pair is Muon as seen by products, without "
+        "transport of its momentum: near to ours, and so compared but not counted as Muon.",
+        "Every method was tuned by the same rule, one line of settings after the other: learning "
+        "rates in powers of two from its centre, then that of value·output products alone, then "
+        "that of query·key products alone, each line extended until the best is not at its end, "
+        f"then momenta {', '.join(f'{m:g}' for m in MOMENTA)}; at {contest.shortest:,} steps on "
+        f"seed {TUNING_SEED}. At longer horizons the common rate alone. The losses below are of "
+        "fresh seeds from 0 on. Rates marked * were the last of a line. p-values of the tables "
+        "are of paired t tests as they are; that of a verdict is multiplied by the number of our "
+        "candidates, as the best of them is picked on the same seeds. A null is a null, not a tie.",
     ]
 
 
@@ -198,17 +205,18 @@ def _ranked(result: Result) -> list[Entry]:
 
 
 def _line(result: Result, entry: Entry) -> list[str]:
-    tuned = ["–", "–"]
+    tuned = ["–"] * 3
     if entry.choice is not None:
-        mark = "" if entry.choice.interior else "*"
-        tuned = [rate(2.0**entry.choice.exponent) + mark, f"{entry.choice.momentum:g}"]
+        setting, mark = entry.choice.setting, "" if entry.choice.interior else "*"
+        tuned = [rate(2.0**k) + mark for k in (setting.qk, setting.vo)]
+        tuned.append(f"{setting.momentum:g}")
     seeds = (
         f"{len(entry.losses)}"
         if len(entry.losses) == result.planned
         else (f"{len(entry.losses)} of {result.planned}")
     )
     numbers = [entry.note or fixed(entry.loss, 4), fixed(entry.spread, 4), seeds]
-    for other in (result.named("muon"), result.named("adamw"), result.rival):
+    for other in result.measures:
         test = entry.against(other)
         numbers += [signed(test.mean), p_value(test.p)] if test else ["–", "–"]
     return [entry.method.name, *tuned, *numbers]
@@ -216,11 +224,11 @@ def _line(result: Result, entry: Entry) -> list[str]:
 
 def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
     yield [
-        *("model", "steps", "annealing", "method", "kind", "lr", "momentum", "interior"),
-        *("tuning_loss", "seeds", "diverged", "loss", "std"),
+        *("model", "steps", "annealing", "method", "kind", "lr_qk", "lr_vo", "momentum"),
+        *("interior", "tuning_loss", "seeds", "diverged", "loss", "std"),
         *(
             f"{what}_{n}"
-            for what in ("muon", "adamw", "rival")
+            for what in ("rival", "adamw", "pair")
             for n in ("mean", "low", "high", "p")
         ),
         *("rival", "goal_met", "verdict"),
@@ -229,11 +237,12 @@ def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
         cell, rival = result.cell, result.rival
         for entry in _ranked(result):
             chosen = entry.choice
-            tuned: list[Any] = [""] * 4
+            tuned: list[Any] = [""] * 5
             if chosen is not None:
-                tuned = [2.0**chosen.exponent, chosen.momentum, int(chosen.interior), chosen.loss]
+                qk, vo, momentum = chosen.setting
+                tuned = [2.0**qk, 2.0**vo, momentum, int(chosen.interior), chosen.loss]
             numbers = [entry.loss, entry.spread]
-            for other in (result.named("muon"), result.named("adamw"), rival):
+            for other in result.measures:
                 test = entry.against(other)
                 numbers += [test.mean, test.low, test.high, test.p] if test else [math.nan] * 4
             yield [
@@ -247,7 +256,7 @@ def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
 
 
 def _dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
-    """A panel a cell: every method's difference to the best Muon kind with its interval."""
+    """A panel a cell: every method's difference to the best Muon with its interval."""
     shown = [(r, [(e, t) for e in _ranked(r) if (t := e.against(r.rival))]) for r in found]
     shown = [(result, tests) for result, tests in shown if tests]
     if not shown:
@@ -275,9 +284,9 @@ def _dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
     for axis in panels[len(shown) :]:
         axis.set_axis_off()
     caption = (
-        "Differences to the best Muon kind, paired by seed, with 95% intervals. The dashed line is "
-        f"the goal, {GOAL} nats below it. Blue: ours, brown: Muon kinds, black: AdamW, grey: ours "
-        "for reference."
+        "Differences to the best Muon, paired by seed, with 95% intervals. The dashed line is the "
+        f"goal, {GOAL} nats below it. Blue: ours, brown: Muon, light brown: Muon on pairs, black: "
+        "AdamW, grey: ours for reference."
     )
     yield "contest", caption, figure
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ class Captured:
             return self._aside()
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with _nothing_collected(), torch.cuda.graph(self._graph):
                 self._out = self._run()
         self._graph.replay()
         return None if self._out is None else self._out.clone()
@@ -44,6 +46,19 @@ class Captured:
             out = self._run()
         current.wait_stream(self._side)
         return out
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """An earlier run's graphs are garbage in a cycle, and freeing one ends a recording."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def beside(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from ..factors import Grid
 from ..geometries import is_isometry
 from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
@@ -47,7 +51,7 @@ class WideAdamW:
 
     def __init__(
         self,
-        params: list[nn.Parameter],
+        params: Sequence[Tensor],
         lr: float,
         weight_decay: float,
         masters: bool,
@@ -58,7 +62,7 @@ class WideAdamW:
         self.params: list[Tensor] = list(params)
         self.masters = masters
         self.narrow = any(p.dtype != torch.float32 for p in params)
-        self.wide: list[Tensor] = list(params)
+        self.wide = self.params
         if self.narrow:
             self.wide = [p.detach().float() for p in params]
         self.inner = AdamW(
@@ -106,19 +110,25 @@ class Riemannian:
     eigenvalues, so those are not capturable.
     """
 
-    def __init__(self, model: Decoder, config: OptimizerConfig, graph: bool = False) -> None:
+    def __init__(self, grids: Sequence[Grid], config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
+        parts = by_rate(grids, config.vo_rate)
+        self.shares = [share for _, share in parts]
         self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
         bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
         p = exponent(config.normalize)
         recordable = (p is None or by_products(p)) and not (
-            bounded and config.lr > LONGEST_CAPTURED
+            bounded and config.lr * max(self.shares) > LONGEST_CAPTURED
         )
         self.capturable = graph and recordable
+        beside = grids[0].params()[0]
         self.inner = RiemannianSGD(
-            model.grids(),
-            _rate(config.lr, model.embedding.weight, self.capturable),
+            [
+                {"grids": part, "lr": _rate(config.lr * share, beside, self.capturable)}
+                for part, share in parts
+            ],
+            _rate(config.lr, beside, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
             momentum_form=config.momentum_form,
@@ -130,9 +140,7 @@ class Riemannian:
             retraction=config.retraction or None,
             weight_decay=config.product_decay,
             decay_to=config.decay_to,
-            scale_lr=_rate(config.scale_lr, model.embedding.weight, self.capturable)
-            if config.scale_lr
-            else None,
+            scale_lr=_rate(config.scale_lr, beside, self.capturable) if config.scale_lr else None,
             capturable=self.capturable,
         )
 
@@ -147,7 +155,7 @@ class Riemannian:
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step, which that of a scale follows."""
-        _set_rate(self.inner, lr)
+        _set_rate(self.inner, lr, shares=self.shares)
         if self.scale_share is not None:
             _set_rate(self.inner, self.scale_share * lr, "scale_lr")
 
@@ -160,17 +168,59 @@ class Riemannian:
         self.inner.load_state_dict(state)
 
 
+class Separate:
+    """One optimizer for each part of the grids, at its share of the learning rate."""
+
+    def __init__(self, parts: Sequence[tuple[Stepper, float]]) -> None:
+        self.parts = list(parts)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether all of them can be recorded."""
+        return all(part.capturable for part, _ in self.parts)
+
+    def step(self) -> None:
+        """Update the weights from their gradients."""
+        for part, _ in self.parts:
+            part.step()
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next step."""
+        for part, share in self.parts:
+            part.set_lr(share * lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all parts."""
+        return {"parts": [part.state_dict() for part, _ in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        for (part, _), kept in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(kept)
+
+
+def by_rate(grids: Sequence[Grid], vo_rate: float) -> list[tuple[list[Grid], float]]:
+    """Grids that go by one learning rate, and its share: value·output ones by ``vo_rate``."""
+    if vo_rate == 1:
+        return [(list(grids), 1.0)]
+    of_kind = {kind: [g for g in grids if str(g.name).endswith(kind)] for kind in (".qk", ".vo")}
+    return [(of_kind[".qk"], 1.0), (of_kind[".vo"], vo_rate)]
+
+
 def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
     """What a graph reads at every replay must be on its device."""
     return torch.tensor(lr, device=beside.device) if capturable else lr
 
 
-def _set_rate(optimizer: Optimizer, rate: float, name: str = "lr") -> None:
-    for group in optimizer.param_groups:
+def _set_rate(
+    optimizer: Optimizer, rate: float, name: str = "lr", shares: Sequence[float] | None = None
+) -> None:
+    groups = optimizer.param_groups
+    for group, share in zip(groups, shares or [1.0] * len(groups), strict=True):
         if isinstance(group[name], Tensor):
-            group[name].fill_(rate)
+            group[name].fill_(share * rate)
         else:
-            group[name] = rate
+            group[name] = share * rate
 
 
 def build(
@@ -180,22 +230,47 @@ def build(
 
     With ``graph`` they are made to be recorded into CUDA graphs, where they can be.
     """
-    attention, others = model.attention_parameters(), model.other_parameters()
-    decay, masters = config.weight_decay, config.masters
-    rest = WideAdamW(others, config.other_lr, decay, masters, graph)
+    rest = WideAdamW(
+        model.other_parameters(), config.other_lr, config.weight_decay, config.masters, graph
+    )
     if config.name == "frozen":
-        for param in attention:
+        for param in model.attention_parameters():
             param.requires_grad_(False)
         return None, rest
-    if config.name == "adamw":
-        adamw = WideAdamW(attention, config.lr, decay, masters, graph, config.momentum)
-        return adamw, rest
-    if config.name in ("muon", "whitened", "dion"):
-        rate = _rate(config.lr, attention[0], graph)
-        alike: dict[str, Any] = {"momentum": config.momentum, "weight_decay": decay}
-        alike["masters"] = masters
-        if config.name == "dion":
-            return Dion(model.grids(), rate, rank=config.dion_rank, **alike), rest
-        kind = Muon if config.name == "muon" else Whitened
-        return kind(model.grids(), rate, **alike), rest
-    return Riemannian(model, config, graph), rest
+    grids = model.grids()
+    if config.name not in _RIVALS:
+        return Riemannian(grids, config, graph), rest
+    make = _RIVALS[config.name]
+    parts = [
+        (make(part, replace(config, lr=share * config.lr), graph), share)
+        for part, share in by_rate(grids, config.vo_rate)
+    ]
+    return (parts[0][0] if len(parts) == 1 else Separate(parts)), rest
+
+
+def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> WideAdamW:
+    params = [p for grid in grids for p in grid.params()]
+    decay, masters = config.weight_decay, config.masters
+    return WideAdamW(params, config.lr, decay, masters, graph, config.momentum)
+
+
+def _muon_kind(
+    kind: type[Muon], grids: Sequence[Grid], config: OptimizerConfig, graph: bool
+) -> Muon:
+    further: dict[str, Any] = {"rank": config.dion_rank} if kind is Dion else {}
+    return kind(
+        grids,
+        _rate(config.lr, grids[0].params()[0], graph),
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        masters=config.masters,
+        **further,
+    )
+
+
+_RIVALS: dict[str, Callable[[Sequence[Grid], OptimizerConfig, bool], Stepper]] = {
+    "adamw": _adamw,
+    "muon": partial(_muon_kind, Muon),
+    "whitened": partial(_muon_kind, Whitened),
+    "dion": partial(_muon_kind, Dion),
+}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ from . import graphs, optimizers, records
 from .config import RunConfig, TrainingConfig
 from .corpus import Corpus, prepare
 from .loader import Loader, ValidationCycle
-from .model import Decoder
+from .model import Decoder, ModelConfig
 
 # Losses and times are read from the device this often: each reading waits for it.
 _READ_EVERY = 10
@@ -87,6 +89,12 @@ class _Clock:
         return [(c - a, c - b) for a, b, c in taken]
 
 
+@lru_cache(maxsize=1)
+def _drawn(config: ModelConfig, vocabulary: int, seed: int) -> Decoder:
+    """A model before its first step, on the CPU: many a run begins as the one before it did."""
+    return Decoder(config, vocabulary, seed=seed)
+
+
 class Trainer:
     """A model, its data and optimizers at some step of a run."""
 
@@ -97,7 +105,7 @@ class Trainer:
             raise ValueError(
                 f"training.graph needs a CUDA device, and this run is on {device.type}"
             )
-        self.model = Decoder(config.model, corpus.vocabulary, seed=seed, device=device)
+        self.model = copy.deepcopy(_drawn(config.model, corpus.vocabulary, seed)).to(device)
         self.attention, self.others = optimizers.build(self.model, config.optimizer, graph)
         self.loader = Loader(corpus.training, config.data, corpus.end_of_text, seed)
         self.cycle = ValidationCycle(corpus.validation, config.data, corpus.end_of_text)
