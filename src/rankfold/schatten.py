@@ -27,8 +27,8 @@ from .linalg import identity_like, squared_norm, trace
 _SMALLEST = 2.0**-8
 # Steepest for p = ∞ in each factor's part of a vector alone, measured in each of its products.
 WHITENED = "whitened"
-# What lies below this share of its side in every factor's part alone is the others' rounding: where
-# a factor has no gradient, that must not become a step.
+# Where each factor's part goes alone, singular values below this share of its side's norm are the
+# others' rounding, which must not become the step of a factor that has no gradient.
 SMALLEST_PART = _SMALLEST**2
 _SQUARINGS = {torch.float32: 24, torch.float64: 48}
 
@@ -106,7 +106,7 @@ def whitening(grams: Tensor, partners: int, floor: float) -> Tensor:
     side, so that the root mean square over ``partners`` is 1. Norms below ``floor``, and far below
     that of the whole side, count as that, so that zero stays zero.
     """
-    own = trace(grams)
+    own = trace(grams)  # of which `roots` lets singular values below the share _SMALLEST down
     least = (SMALLEST_PART * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
     return math.sqrt(partners) * roots(grams, torch.maximum(own, least)).inverse
 
