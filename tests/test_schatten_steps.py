@@ -1,4 +1,4 @@
-"""Steps under Schatten norms in all geometries: gauge, whitened, and what must not harm them."""
+"""Steps under Schatten norms in all geometries: gauge, padding, and what must not harm them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import rankfold
 from rankfold.geometries import GEOMETRIES, Pair
-from rankfold.lab.muon import Whitened
 
 from .points import GRIDS, Case, options, product, stacked
-from .schatten_cases import (
-    NORMALIZATIONS,
-    Pairs,
-    best_value,
-    norm_of,
-    orthonormal,
-    step_direction,
-)
+from .schatten_cases import NORMALIZATIONS, Pairs
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -79,112 +71,6 @@ def test_rows_of_padding_change_nothing(name: str, normalize: str) -> None:
     longer = case.geometry.step(padded(point), padded(grad), None, told).point
     for x, y in zip(padded(plain), longer, strict=True):
         torch.testing.assert_close(x, y, atol=1e-9, rtol=0)
-
-
-# Whitened ----------------------------------------------------------------------------------------
-
-
-def parts(case: Case, point: Pair, grad: Pair, normalize: str) -> tuple[Tensor, Tensor]:
-    """C of C Vᵀ and D of U Dᵀ that a direction of fixed-quotient is the sum of."""
-    moved, _ = step_direction(case, point, grad, normalize)
-    a, b = stacked(point.left), stacked(point.right)
-    return stacked(moved.left) @ b.mT, a @ stacked(moved.right).mT
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_whitened_parts_have_all_singular_values_one(grid: tuple[int, int]) -> None:
-    quotient, embedded = (Case(f"fixed-{x}", *grid, 6, 5, 3, 5) for x in ("quotient", "embedded"))
-    point = quotient.point()
-    _, grad = quotient.ambient(point, 10)
-    both = parts(quotient, point, grad, "whitened")
-    for part in both:
-        values = torch.linalg.svdvals(part)[:, :3]
-        torch.testing.assert_close(values, torch.ones(2, 3).double(), atol=1e-2, rtol=0)
-    # Without momentum both geometries see the same vector, and take the same direction.
-    _, moved = step_direction(embedded, point, grad, "whitened")
-    torch.testing.assert_close(moved, sum(both), atol=1e-9, rtol=0)
-    assert (torch.linalg.matrix_norm(moved, 2) < 2 + 1e-9).all()
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", ["fixed-quotient", "isometry-quotient", "isometry-canonical"])
-def test_upstairs_whitened_is_schatten_inf(name: str, grid: tuple[int, int]) -> None:
-    case = Case(name, *grid, 6, 5, 3, 6)
-    point = case.point()
-    _, grad = case.ambient(point, 10)
-    one, other = (step_direction(case, point, grad, n)[1] for n in ("whitened", "schatten-inf"))
-    assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-def test_whitened_parts_of_isometries(grid: tuple[int, int]) -> None:
-    """Each side's part is the steepest among the moves of that side, measured downstairs."""
-    case = Case("isometry-embedded", *grid, 6, 5, 3, 7)
-    point = case.point()
-    z, grad = case.ambient(point, 10)
-    _, moved = step_direction(case, point, grad, "whitened")
-    for k in range(2):
-        best = 0.0
-        for side in (0, 1):
-            basis = one_side(case, point, side, k)
-
-            def normal(x: Tensor, basis: Tensor = basis) -> Tensor:
-                return x - (basis @ (basis.mT @ x.flatten())).view_as(x)
-
-            best += best_value(z[k] - normal(z[k]), normal, math.inf)
-        assert 0.95 * best < float((z[k] * moved[k]).sum()) < best * (1 + 1e-5)
-        assert norm_of(moved[k], math.inf) < 2
-
-
-def one_side(case: Case, point: Pair, side: int, k: int) -> Tensor:
-    """A basis of the moves of one side's factors alone."""
-    columns = []
-    a, b = (stacked(x)[k] for x in point)
-    for block in range(point[side].shape[1]):
-        u = point[side][k, block]
-        off = torch.linalg.qr(u, mode="complete").Q[:, case.r :]
-        moves = [u @ (e - e.mT) for e in torch.eye(9).double().view(9, 3, 3)]
-        units = torch.eye(off.shape[1] * 3).double().view(-1, off.shape[1], 3)
-        moves += [off @ e for e in units]
-        for move in moves:
-            change = torch.zeros_like(point[side][k])
-            change[block] = move
-            flat = change.flatten(0, 1)
-            columns.append((flat @ b.mT if side == 0 else a @ flat.mT).flatten())
-    return orthonormal(torch.stack(columns, 1))
-
-
-def test_whitened_is_the_laboratorys() -> None:
-    """Whose signs are rough: its singular values lie in [0.68, 1.14]."""
-    generator = torch.Generator().manual_seed(8)
-    a, b = (torch.randn(20, 4, generator=generator) for _ in range(2))
-    g = torch.randn(20, 20, generator=generator)
-    moved = []
-    for mine in (True, False):
-        left, right = nn.Parameter(a.clone()), nn.Parameter(b.clone())
-        left.grad, right.grad = g @ b, g.mT @ a
-        grid = rankfold.Grid(left, right, name="pair")
-        if mine:
-            rankfold.RiemannianSGD(
-                grid, 0.1, geometry="fixed-quotient", normalize="whitened"
-            ).step()
-        else:
-            Whitened(
-                [grid],
-                0.1,
-                momentum=0.0,
-                weight_decay=0.0,
-                masters=False,
-                sign_dtype=torch.float32,
-            ).step()
-        moved.append(((left.detach() - a) @ b.mT, a @ (right.detach() - b).mT))
-    for one, other in zip(*moved, strict=True):
-        u, s, vh = torch.linalg.svd(other / 0.1)
-        assert ((s[:4] > 0.6) & (s[:4] < 1.25)).all()
-        exact = 0.1 * u[:, :4] @ vh[:4]
-        torch.testing.assert_close(
-            one, -exact if (one * exact).sum() < 0 else exact, atol=2e-4, rtol=0
-        )
 
 
 # Robustness --------------------------------------------------------------------------------------

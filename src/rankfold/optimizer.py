@@ -53,8 +53,8 @@ class RiemannianSGD(StatefulOptimizer):
             stacked tangent matrix or, for quotient and canonical geometries, of the factors'
             parts. ``schatten-2`` is ``metric``; ``schatten-inf`` gives every singular value of a
             step about the same size, as Muon does to a matrix that is no product; ``whitened``
-            does so to each factor's part alone, which is cheaper, and the same for the quotient
-            and canonical geometries.
+            does so to each factor's part alone, which is cheaper, with that size as the root mean
+            square over the products that a factor is in.
         weight_decay: λ ≥ 0, for fixed-rank geometries. Before each step the product is scaled by
             1 − ηλ, and the step goes from there, as AdamW's does; the momentum stays the matrix
             it is.

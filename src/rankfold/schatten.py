@@ -25,8 +25,11 @@ from .linalg import identity_like, squared_norm, trace
 # a matrix of rank 1 is still right to 1e-3, that of a full one to 1e-6. Muon's five steps, which
 # raise small values at most 485-fold, end about there too.
 _SMALLEST = 2.0**-8
-# Steepest for p = ∞ in each factor's part of a vector alone.
+# Steepest for p = ∞ in each factor's part of a vector alone, measured in each of its products.
 WHITENED = "whitened"
+# Where each factor's part goes alone, singular values below this share of its side's norm are the
+# others' rounding, which must not become the step of a factor that has no gradient.
+SMALLEST_PART = _SMALLEST**2
 _SQUARINGS = {torch.float32: 24, torch.float64: 48}
 
 
@@ -94,6 +97,18 @@ def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     if p == 1:
         return [c / size for c in _largest(scaled)]
     return [c / size for c in _powers(scaled, p)]
+
+
+def whitening(grams: Tensor, partners: int, floor: float) -> Tensor:
+    """C_i (batch, I, r, r) for which each X_i C_i by itself has every singular value √partners.
+
+    ``grams`` are the X_iᵀX_i, with X_i what a factor's part does to all of its products side by
+    side, so that the root mean square over ``partners`` is 1. Norms below ``floor``, and far below
+    that of the whole side, count as that, so that zero stays zero.
+    """
+    own = trace(grams)  # of which `roots` lets singular values below the share _SMALLEST down
+    least = (SMALLEST_PART * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
+    return math.sqrt(partners) * roots(grams, torch.maximum(own, least)).inverse
 
 
 class Roots(NamedTuple):

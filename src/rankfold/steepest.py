@@ -40,11 +40,12 @@ class Steepest(NamedTuple):
     value: Tensor
 
 
-def steepest_tangent(core: Tensor, normal: Projection, p: float, floor: float) -> Steepest:
+def steepest_tangent(core: Tensor, normal: Projection, p: float, floor: float | Tensor) -> Steepest:
     """The steepest direction for ``core`` (..., a, b) among tangent ones, p ≠ 2.
 
     Tangent is what ``normal``, an orthogonal projection, takes to zero, as it takes the core. A
-    core whose Frobenius norm is below ``floor`` gets a direction that is shorter by as much.
+    core whose Frobenius norm is below ``floor``, a number or (...), gets a direction that is
+    shorter by as much.
     """
     if core.shape[-1] > core.shape[-2]:
         found = steepest_tangent(core.mT, lambda x: normal(x.mT).mT, p, floor)

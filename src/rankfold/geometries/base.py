@@ -8,7 +8,6 @@ notices because rows only ever meet inside Gram matrices.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -111,12 +110,13 @@ class Geometry(ABC):
         ``floor`` bounds norms from below. For p = 2 that is ``coords`` over its metric norm.
         """
 
+    @abstractmethod
     def whitened(self, frame: Any, coords: Any, floor: float) -> Any:
         """The same for p = ∞, but with each factor's part of the vector by itself.
 
-        Upstairs that is the steepest one.
+        What it does to its products, all side by side and over the root of how many they are, has
+        norm 1. ``floor`` bounds the norms of what the parts do from below.
         """
-        return self.steepest(frame, coords, math.inf, floor)
 
     def direction(self, frame: Any, coords: Any, options: StepOptions) -> Any:
         """What a step goes along: ``coords``, unless the normalization asks for the steepest."""

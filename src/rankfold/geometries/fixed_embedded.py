@@ -5,7 +5,7 @@ Point           W = A Bᵀ; a grid is the one stacked pair. Frames A = U R_A, B 
 Tangent         Ξ = U K Vᵀ + X Vᵀ + U Yᵀ with UᵀX = VᵀY = 0.
 Retractions     svd: best rank-r approximation of W + Ξ; orthographic: the point whose difference
                 to W + Ξ is normal at W.
-Metric, gradient, transport and Schatten norms: `embedded`; p = 1 in closed form.
+Metric, gradient, transport and Schatten norms: `embedded`; p = 1 and whitened in closed form.
 """
 
 from __future__ import annotations
@@ -94,7 +94,28 @@ class FixedEmbedded(EmbeddedGeometry):
         return self._by_sides(frame, coords, p, floor)
 
     def whitened(self, frame: PairFrame, coords: TangentXKY, floor: float) -> TangentXKY:
-        return self._by_sides(frame, coords, math.inf, floor)
+        if frame.point.left.shape[1] == frame.point.right.shape[1] == 1:
+            return self._by_sides(frame, coords, math.inf, floor)
+        return self._by_factors(frame, coords, floor)
+
+    def _by_factors(self, frame: PairFrame, coords: TangentXKY, floor: float) -> TangentXKY:
+        """C Vᵀ + U Dᵀ, whitened block by block, of C = U K + X and D = V Kᵀ + Y."""
+        left, right = frame.point
+        eye = linalg.identity_like(coords.k).expand_as(coords.k)
+        c = coords.left.combine(coords.k, eye).view_as(left)
+        d = coords.right.combine(coords.k.mT, eye).view_as(right)
+        turn_c = schatten.whitening(tall.gram(c), right.shape[1], floor)
+        turn_d = schatten.whitening(tall.gram(d), left.shape[1], floor)
+        along_u = frame.left.inverse.mT @ (tall.overlap(left, c) @ turn_c).sum(1)
+        along_v = frame.right.inverse.mT @ (tall.overlap(right, d) @ turn_d).sum(1)
+        r_a, r_b = self.triangles(frame)
+        to_a = frame.left.inverse @ along_v.mT @ r_b
+        to_b = frame.right.inverse @ along_u.mT @ r_a
+        made = Pair(
+            tall.combine(left, to_a[:, None], c, turn_c @ r_b[:, None]),
+            tall.combine(right, to_b[:, None], d, turn_d @ r_a[:, None]),
+        )
+        return self.coordinates(frame, made)
 
     def _by_sides(self, frame: PairFrame, coords: TangentXKY, p: float, floor: float) -> TangentXKY:
         """The steepest direction for (U K + X) Vᵀ and U (V Kᵀ + Y)ᵀ as if they were two vectors."""

@@ -5,7 +5,8 @@ Tangent         the horizontal lift (Ξ_A, Ξ_B) of Ξ = Ξ_A Bᵀ + A Ξ_Bᵀ.
 Metric          ⟨Ξ_A, H_A⟩ weighted by BᵀB plus ⟨Ξ_B, H_B⟩ weighted by AᵀA, unchanged by the gauge.
 Gradient        (G_A (BᵀB)⁻¹, G_B (AᵀA)⁻¹).
 Schatten norms  of the block-diagonal matrix of Ξ_A L_B and Ξ_B L_A, the least over all lifts of Ξ;
-                p = 2 is the metric.
+                p = 2 is the metric. whitened: Ξ_Ai L_B of every factor by itself, with the mean
+                of B_jᵀB_j in place of their sum.
 Retraction      additive: (A + Ξ_A, B + Ξ_B).
 Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B Λᵀ) with
                 Λ = ½ (A⁺ Ξ_A − Ξ_Bᵀ B⁺ᵀ).
@@ -13,6 +14,7 @@ Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -118,17 +120,45 @@ class FixedQuotient(Geometry):
         self, frame: GramFrame, coords: WeighedTangent, p: float, floor: float
     ) -> WeighedTangent:
         # The loss does not change along the gauge, so the steepest of all lifts is a lift of the
-        # steepest vector downstairs, and each factor finds its own.
-        partners = frame.right, frame.left
-        vectors = [flatten_blocks(x) for x in coords.vector]
-        grams = [tall.turned_gram(x, c.lower) for x, c in zip(vectors, partners, strict=True)]
-        found = schatten.directions(grams, p, floor)
+        # steepest vector downstairs, and each side finds its own.
+        whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
+        return self._turned(
+            frame, coords, whole, lambda grams: schatten.directions(grams, p, floor)
+        )
+
+    def whitened(self, frame: GramFrame, coords: WeighedTangent, floor: float) -> WeighedTangent:
+        left, right = coords.vector
+        partners = right.shape[1], left.shape[1]
+
+        def directions(grams: list[Tensor]) -> list[Tensor]:
+            pairs = zip(grams, partners, strict=True)
+            return [schatten.whitening(gram, count, floor) for gram, count in pairs]
+
+        return self._turned(frame, coords, coords.vector, directions)
+
+    def _turned(
+        self,
+        frame: GramFrame,
+        coords: WeighedTangent,
+        parts: Pair,
+        directions: Callable[[list[Tensor]], list[Tensor]],
+    ) -> WeighedTangent:
+        """The vector with X C for every X = Ξ_A L_B, Ξ_B L_A of its ``parts`` (batch, parts, m, r).
+
+        ``directions`` finds the C, (batch, parts, r, r) for each side, from all XᵀX.
+        """
+        lowers = frame.right.lower[:, None], frame.left.lower[:, None]
+        inverses = frame.right.inverse[:, None], frame.left.inverse[:, None]
+        grams = [tall.turned_gram(x, lower) for x, lower in zip(parts, lowers, strict=True)]
+        found = directions(grams)
         made = (
-            tall.turn(x, c.lower @ direction @ c.inverse).view_as(old)
-            for x, c, direction, old in zip(vectors, partners, found, coords.vector, strict=True)
+            tall.turn(x, lower @ direction @ inverse).view_as(old)
+            for x, lower, direction, inverse, old in zip(
+                parts, lowers, found, inverses, coords.vector, strict=True
+            )
         )
         squares = (
-            linalg.squared_norm_weighted(direction, gram)
+            linalg.squared_norm_weighted(direction, gram).sum(1)
             for direction, gram in zip(found, grams, strict=True)
         )
         return WeighedTangent(Pair(*made), *squares)

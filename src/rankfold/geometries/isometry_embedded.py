@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels, linalg, polar, schatten, tall
-from ..linalg import skew, sym
+from ..linalg import skew
 from ..steepest import steepest_tangent
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
@@ -30,6 +30,7 @@ from .stiefel import (
     StiefelTangent,
     finish,
     orthonormal_scaling,
+    steepest_factor,
     weighted_square,
 )
 from .stiefel import Side as StiefelSide
@@ -58,11 +59,11 @@ class IsometryEmbedded(EmbeddedGeometry):
 
     def whitened(self, frame: Pair, coords: TangentXKY, floor: float) -> TangentXKY:
         x, y = (schatten.roots(gram, coords.square) for gram in (coords.xx, coords.yy))
-        k = coords.k[:, None]
-        left, to_x = steepest_part(k, x.root, floor)
-        right, to_y = steepest_part(k.mT, y.root, floor)
-        inner = (left + right.mT)[:, 0]
-        return self.tangent(frame, coords, inner, x.inverse @ to_x, y.inverse @ to_y)
+        k, r = coords.k, coords.k.shape[-1]
+        left = steepest_factor(k, x.root, math.inf, floor).direction
+        right = steepest_factor(k.mT, y.root, math.inf, floor).direction
+        inner = left[:, :r] + right[:, :r].mT
+        return self.tangent(frame, coords, inner, x.inverse @ left[:, r:], y.inverse @ right[:, r:])
 
     def step_limit(self, frame: Pair, coords: TangentXKY) -> Tensor:
         return 1 / self.spectral_norm(frame, coords)  # ‖Ξ‖₂ < 1
@@ -172,34 +173,18 @@ class IsometryEmbeddedGrid(StiefelGeometry):
 
         found, _ = steepest_tangent(core, normal, p, floor)
         rows, columns, below, beside = _tangent_means(found, i, j, r)
-        return self._move(frame, coords, rows, columns, x.inverse @ below, y.inverse @ beside)
-
-    def whitened(self, frame: StiefelFrame, coords: StiefelTangent, floor: float) -> StiefelTangent:
-        # The stacked left factors move Ξ by (Ξ_U) Vᵀ, of the singular values of √J Ξ_U.
-        (omega, x), (psi, y) = (_stacked_core(side) for side in coords)
-        weights = frame.j**0.5, frame.i**0.5
-        rows, columns = omega - psi.mean(1, keepdim=True), psi - omega.mean(1, keepdim=True)
-        rows, below = steepest_part(rows, x.root, floor / weights[0])
-        columns, beside = steepest_part(columns, y.root, floor / weights[1])
-        rows, below = rows / weights[0], below / weights[0]
-        columns, beside = columns / weights[1], beside / weights[1]
-        return self._move(frame, coords, rows, columns, x.inverse @ below, y.inverse @ beside)
-
-    def _move(
-        self,
-        frame: StiefelFrame,
-        coords: StiefelTangent,
-        omega: Tensor,
-        psi: Tensor,
-        to_x: Tensor,
-        to_y: Tensor,
-    ) -> StiefelTangent:
-        """U_i Ω_i + X_i to_x and V_j Ψ_j + Y_j to_y, with to_x and to_y (batch, r, r)."""
+        # U_i Ω_i + X_i to_x and V_j Ψ_j + Y_j to_y.
+        to = (x.inverse @ below)[:, None], (y.inverse @ beside)[:, None]
         made = (
-            tall.combine(side.u, inner - skew(side.cross()) @ to[:, None], side.xi, to[:, None])
-            for side, inner, to in zip(coords, (omega, psi), (to_x, to_y), strict=True)
+            tall.combine(side.u, inner - old @ to, side.xi, to)
+            for side, inner, old, to in zip(coords, (rows, columns), (omega, psi), to, strict=True)
         )
         return self.coordinates(frame, Pair(*made))
+
+    def inner_parts(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        # Downstairs a factor's moves along itself are those of its partners too: the part of U_i
+        # is the mean over its row of Ω_i − Ψ_j.
+        return left - right.mean(1, keepdim=True), right - left.mean(1, keepdim=True)
 
     def correction(self, i: int, j: int) -> Correction:
         # Σ skew U_iᵀG_Ui and −Σ skew V_jᵀG_Vj are one matrix for a loss of the products. Where they
@@ -212,22 +197,6 @@ class IsometryEmbeddedGrid(StiefelGeometry):
         crossed = (coords.left.cross().sum(1) * coords.right.cross().sum(1)).sum((-2, -1))
         square = weighted_square(frame, coords) - 2 * crossed
         return torch.sqrt(square.clamp_min(0))
-
-
-def steepest_part(inner: Tensor, x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """The steepest direction for p = ∞ of one side alone, in the parts it is given in.
-
-    ``inner`` (batch, I, r, r), skew, above ``x`` (batch, r, r) are one matrix of (I + 1)·r rows.
-    """
-    i, r = inner.shape[1], inner.shape[-1]
-
-    def normal(core: Tensor) -> Tensor:
-        parts = core.view(-1, i + 1, r, r)
-        return torch.cat([sym(parts[:, :i]), torch.zeros_like(parts[:, i:])], 1).flatten(1, 2)
-
-    core = torch.cat([inner.flatten(1, 2), x], 1)
-    found = steepest_tangent(core, normal, math.inf, floor).direction
-    return found[:, : i * r].view_as(inner), found[:, i * r :]
 
 
 def _stacked_core(side: StiefelSide) -> tuple[Tensor, schatten.Roots]:

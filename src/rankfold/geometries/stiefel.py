@@ -9,10 +9,12 @@ Retractions     factor by factor. polar: (U + Ξ)((U + Ξ)ᵀ(U + Ξ))^(-1/2), i
 Transport       projection at the new point, onto the tangent space and then the horizontal one.
 Schatten norms  of the block-diagonal matrix of all √J (√w UᵀΞ_U; what is orthogonal to U), likewise
                 for V, with w = 1 or, canonical, ½; the least over all lifts. p = 2 is the metric.
+                whitened: every factor by itself, without √J, as it counts in one product.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import NamedTuple
 
@@ -83,35 +85,47 @@ class Correction(NamedTuple):
 class InnerCore(NamedTuple):
     """A tangent vector U K + X of every block as the core (√w K; X), X in an orthonormal frame.
 
-    ``k``, skew, and the ``roots`` of XᵀX are (batch, blocks, r, r), ``weight`` is √w.
+    ``k``, skew, and the ``roots`` of XᵀX are (batch, blocks, r, r), ``weight`` is √w, and ``size``
+    (batch, 1) the norm of all blocks together.
     """
 
     side: Side
     k: Tensor
     roots: schatten.Roots
     weight: float
+    size: Tensor
 
     @staticmethod
     def of(side: Side, weight: float) -> InnerCore:
         """The core of a vector."""
         k, square = skew(side.cross()), side.square()
-        return InnerCore(side, k, schatten.roots(square - k.mT @ k, linalg.trace(square)), weight)
+        squares = linalg.trace(square)
+        roots = schatten.roots(square - k.mT @ k, squares)
+        return InnerCore(side, k, roots, weight, squares.sum(1, keepdim=True).sqrt())
 
-    def steepest(self, p: float, floor: float) -> Steepest:
-        """The direction of every block by itself, (batch, blocks, 2r, r)."""
-        core, r = torch.cat([self.weight * self.k, self.roots.root], -2), self.k.shape[-1]
-        zero = torch.zeros_like(self.k)
-
-        def normal(core: Tensor) -> Tensor:
-            return torch.cat([sym(core[..., :r, :]), zero], -2)
-
-        return steepest_tangent(core, normal, p, floor)
+    def steepest(self, inner: Tensor, p: float, floor: float) -> Steepest:
+        """The direction of every block by itself, (batch, blocks, 2r, r), with ``inner`` for K."""
+        floors = (schatten.SMALLEST_PART * self.size).clamp_min(floor)
+        return steepest_factor(self.weight * inner, self.roots.root, p, floors)
 
     def vector(self, core: Tensor) -> Tensor:
         """The vector (batch, blocks, m, r) that a core (batch, blocks, 2r, r) stands for."""
         r = self.k.shape[-1]
         inner, to_x = core[..., :r, :] / self.weight, self.roots.inverse @ core[..., r:, :]
         return tall.combine(self.side.u, inner - self.k @ to_x, self.side.xi, to_x)
+
+
+def steepest_factor(inner: Tensor, outer: Tensor, p: float, floor: float | Tensor) -> Steepest:
+    """The steepest direction for the moves (inner; outer) of one factor, (..., 2r, r).
+
+    ``inner``, skew, is what it moves along itself, ``outer`` the rest, both (..., r, r).
+    """
+    r, zero = inner.shape[-1], torch.zeros_like(inner)
+
+    def normal(core: Tensor) -> Tensor:
+        return torch.cat([sym(core[..., :r, :]), zero], -2)
+
+    return steepest_tangent(torch.cat([inner, outer], -2), normal, p, floor)
 
 
 class StiefelGeometry(Geometry):
@@ -183,9 +197,34 @@ class StiefelGeometry(Geometry):
         self, frame: StiefelFrame, coords: StiefelTangent, p: float, floor: float
     ) -> StiefelTangent:
         # The loss does not change along common rotations, so each factor finds its own direction.
-        weights = frame.j**0.5, frame.i**0.5
+        return self._by_factors(frame, coords, p, floor, (frame.j**0.5, frame.i**0.5))
+
+    def whitened(self, frame: StiefelFrame, coords: StiefelTangent, floor: float) -> StiefelTangent:
+        # What a factor does to each of its products alone has the singular values of Ξ_U itself.
+        return self._by_factors(frame, coords, math.inf, floor, (1.0, 1.0))
+
+    def inner_parts(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """UᵀΞ of each factor's own part of the vector, from that of all factors.
+
+        Upstairs it is what it is; (batch, blocks, r, r) each.
+        """
+        return left, right
+
+    def _by_factors(
+        self,
+        frame: StiefelFrame,
+        coords: StiefelTangent,
+        p: float,
+        floor: float,
+        weights: tuple[float, float],
+    ) -> StiefelTangent:
+        """The steepest direction of every factor by itself, where sides are counted so much."""
         cores = [InnerCore.of(side, self.inner_weight**0.5) for side in coords]
-        found = [c.steepest(p, floor / w) for c, w in zip(cores, weights, strict=True)]
+        inners = self.inner_parts(*(core.k for core in cores))
+        found = [
+            core.steepest(inner, p, floor / weight)
+            for core, inner, weight in zip(cores, inners, weights, strict=True)
+        ]
         lengths = shares([w * x.value for w, x in zip(weights, found, strict=True)], p)
         made = (
             core.vector(x.direction * (length / weight)[..., None, None])
