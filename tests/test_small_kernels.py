@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import linalg, polar
+from rankfold import linalg, polar, schatten
 
 from .interpreted import CUDA, DEVICE, in_kernels, on_the_host, quiet, run_in_interpreter
 from .test_linalg import randn, with_singular_values
@@ -208,6 +208,30 @@ def test_scaled_inverse_sqrt(small: ModuleType, r: int) -> None:
         relative_error(x[[0, 1, 3]], reference).max() for x in (result, library)
     )
     assert error < 2 * library_error + 2 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("r", [1, 3, 20, *([64] if CUDA else [])])
+def test_inverse_root_of_any_rank(small: ModuleType, r: int) -> None:
+    """Singular ones too, whatever their size, and a member that is not finite is that one alone."""
+    from rankfold.kernels import whiten
+
+    x = conditioned(4, r, 1e4, seed=2) * torch.tensor([1.0, 1e-6, 1e6, 1.0])[:, None, None]
+    x[3, :, r // 2 :] = 0
+    gram = (x.mT @ x).expand(2, 4, r, r).clone()
+    gram[1, 2] = torch.nan
+    scale = linalg.trace(gram).clamp_min(1e-12)
+    values, vectors = torch.linalg.eigh(gram[0] / scale[0, :, None, None])
+    lifted = scale[0, :, None] * (values.clamp_min(0) + 2.0**-16) / (1 + 2.0**-16)
+    reference = (vectors / lifted.sqrt()[:, None]) @ vectors.mT
+    steps = len(schatten._stretches(2.0**-8, torch.float32))
+    found = whiten.inverse_root(on_device(gram).mT, on_device(scale), 2.0**-8, steps)
+    library = schatten.inverse_root(gram[0].float(), scale[0].float())
+    error, library_error = (relative_error(y, reference).max() for y in (found[0], library))
+    assert error < 2 * library_error + 2 * EPS
+    assert not found[1, 2].isfinite().any()
+    assert torch.equal(found[1, [0, 1, 3]], found[0, [0, 1, 3]])
+    assert torch.equal(found[0], found[0].mT)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

@@ -11,13 +11,13 @@ Several matrices that go by one norm together are blocks of one block-diagonal m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import linalg, tall
+from . import kernels, linalg, tall
 from .linalg import identity_like, squared_norm, trace
 
 # Singular values below this share of the Frobenius norm count for less and less. In a gradient
@@ -58,28 +58,34 @@ def by_products(p: float) -> bool:
     return p in (1, 2, math.inf)
 
 
-def inverse_root(gram: Tensor, smallest: float = _SMALLEST) -> Tensor:
-    """``(gram + ridge)^(-1/2)`` of symmetric (..., r, r) with eigenvalues in [0, 1], by products.
+def inverse_root(gram: Tensor, scale: Tensor, smallest: float = _SMALLEST) -> Tensor:
+    """``(gram + ridge)^(-1/2)`` of symmetric (..., r, r), eigenvalues in [0, scale], by products.
 
-    The ridge is the square of ``smallest``. Newton–Schulz steps, each scaled to what the one before
-    it has left of the spectrum.
+    The ridge is the square of ``smallest`` times ``scale`` (...). Newton–Schulz steps, each scaled
+    to what the one before it has left of the spectrum.
     """
-    eye = identity_like(gram)
-    gram = (gram + smallest**2 * eye) / (1 + smallest**2)
-    root, inverse = gram, eye.expand_as(gram)
-    for stretch in _stretches(smallest, gram.dtype):
+    stretches = _stretches(smallest, gram.dtype)
+    if kernels.serve_small(gram):
+        return kernels.whiten.inverse_root(gram, scale, smallest, len(stretches))
+    eye, scale = identity_like(gram), scale[..., None, None]
+    root = (gram / scale + smallest**2 * eye) / (1 + smallest**2)
+    inverse = half_step = 1.5 * stretches[0] * eye - 0.5 * stretches[0] ** 3 * root
+    for stretch in stretches[1:]:
+        root = root @ half_step
         half_step = tall.add_product(1.5 * stretch * eye, inverse, root, alpha=-0.5 * stretch**3)
-        root, inverse = root @ half_step, half_step @ inverse
-    return linalg.sym(inverse)
+        inverse = half_step @ inverse
+    return linalg.sym(inverse) / scale.sqrt()
 
 
-def _stretches(low: float, dtype: torch.dtype) -> Iterator[float]:
+@cache
+def _stretches(low: float, dtype: torch.dtype) -> list[float]:
     """Before each step σ(3 − σ²)/2, what brings the ends of the spectrum to the same distance."""
+    found = []
     while 1 - low > torch.finfo(dtype).eps:
         stretch = math.sqrt(3 / (1 + low + low**2))
-        yield stretch
+        found.append(stretch)
         low = stretch * low * (3 - (stretch * low) ** 2) / 2
-    yield 1.0
+    return [*found, 1.0]
 
 
 def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
@@ -88,12 +94,12 @@ def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     ``grams`` are the X_bᵀX_b. Norms below ``floor`` count as the floor, so that zero stays zero.
     """
     total = torch.stack([trace(g) for g in grams]).sum(0).clamp_min(floor**2)
+    if p == math.inf:
+        return [inverse_root(g, trace(g).clamp_min(_tiny(g) * total)) for g in grams]
     size = total.sqrt()[..., None, None]
     if p == 2:
         return [identity_like(g) / size for g in grams]
     scaled = [g / size.square() for g in grams]
-    if p == math.inf:
-        return [roots(g).inverse / size for g in scaled]
     if p == 1:
         return [c / size for c in _largest(scaled)]
     return [c / size for c in _powers(scaled, p)]
@@ -106,9 +112,9 @@ def whitening(grams: Tensor, partners: int, floor: float) -> Tensor:
     side, so that the root mean square over ``partners`` is 1. Norms below ``floor``, and far below
     that of the whole side, count as that, so that zero stays zero.
     """
-    own = trace(grams)  # of which `roots` lets singular values below the share _SMALLEST down
+    own = trace(grams)  # of which singular values below the share _SMALLEST count for less
     least = (SMALLEST_PART * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
-    return math.sqrt(partners) * roots(grams, torch.maximum(own, least)).inverse
+    return math.sqrt(partners) * inverse_root(grams, torch.maximum(own, least))
 
 
 class Roots(NamedTuple):
@@ -124,14 +130,9 @@ def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = _SMALLEST
     ``whole`` (...) is the square norm of a vector that the Gram matrix is of a part of, and was
     perhaps found as a difference: then its rounding is small beside the whole, not beside itself.
     """
-    scale = _trace(gram) if whole is None else whole[..., None, None].clamp_min(_tiny(gram))
-    inverse = inverse_root(gram / scale, smallest) / scale.sqrt()
+    scale = (trace(gram) if whole is None else whole).clamp_min(_tiny(gram))
+    inverse = inverse_root(gram, scale, smallest)
     return Roots(gram @ inverse, inverse)
-
-
-def _trace(gram: Tensor) -> Tensor:
-    """The trace (..., 1, 1), and never 0."""
-    return trace(gram)[..., None, None].clamp_min(_tiny(gram))
 
 
 def _tiny(x: Tensor) -> float:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from . import small as small
     from . import stiefel as stiefel
     from . import tall as tall
+    from . import whiten as whiten
 
 _LARGEST_RANK = 128
 _SMALL_RANK = 64
@@ -59,7 +60,7 @@ def _has_room(device: torch.device) -> bool:
 @cache
 def _importable() -> bool:
     try:
-        from . import frames, moving, refine, retraction, small, stiefel, tall  # noqa: F401
+        from . import frames, moving, refine, retraction, small, stiefel, tall, whiten  # noqa: F401
     except ImportError:
         return False
     return True
