@@ -211,6 +211,13 @@ def test_seeds_are_put_together(tmp_path: Path) -> None:
     assert setting.optimizer_share == pytest.approx(0.001 / setting.step_seconds)
 
 
+def test_an_option_that_came_later_does_not_part_seeds(tmp_path: Path) -> None:
+    fake_run(tmp_path, "adamw", 0, 4.0)
+    fake_run(tmp_path, "adamw", 1, 4.0, vo_rate=1.0)
+    fake_run(tmp_path, "adamw", 2, 4.0, vo_rate=2.0)
+    assert sorted(len(s.runs) for s in st.settings_of(read_runs(tmp_path))) == [1, 2]
+
+
 def test_a_seed_run_twice_counts_once(tmp_path: Path) -> None:
     fake_run(tmp_path, "adamw", 0, 4.0)
     fake_run(tmp_path, "adamw", 0, 5.0, status="failed")

@@ -28,7 +28,7 @@ from .config import RunConfig, preset
 from .statistics import final_loss
 from .sweep import Outcome
 
-MOMENTA = (0.8, 0.9, 0.95)
+MOMENTA = (0.6, 0.8, 0.9, 0.95)
 TUNING_SEED = 100
 # By so many rates a line may grow. One that wants more is reported as not tuned to the end.
 _MOST_GROWTH = 4
@@ -120,6 +120,8 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
                 "training.validation_batches": 4,
                 "training.compile": True,
                 "training.graph": True,
+                # A checkpoint is written for seconds, and a short run takes six.
+                "training.checkpoint_every": 2500,
             },
             methods=tuple(METHODS),
             models=tuple(MODELS),

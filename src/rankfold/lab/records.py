@@ -27,6 +27,7 @@ from .config import RunConfig
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
+_DEFAULTS = RunConfig().as_dict()
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def read_run(folder: Path) -> Run:
         for name in ("seconds", "optimizer_seconds"):
             if name in line:
                 add(curves[name], step, line[name])
-    config = written["config"]
+    # A version with fewer options ran as the others' defaults say.
+    config = {g: {**options, **written["config"][g]} for g, options in _DEFAULTS.items()}
     return Run(
         key=written["key"],
         folder=folder,
