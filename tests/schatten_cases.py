@@ -24,6 +24,13 @@ def dual(p: float) -> float:
     return {1.0: math.inf, math.inf: 1.0}.get(p) or p / (p - 1)
 
 
+def raised(share: Tensor) -> Tensor:
+    """Squares of singular values that were a share of their sum, after both passes of whitening."""
+    for ridge in (2.0**-16, 2.0**-8):
+        share = share * (1 + ridge) / (share + ridge)
+    return share
+
+
 class Pairs:
     """Products A Bᵀ with a quadratic loss, in any gauge."""
 

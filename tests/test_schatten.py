@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import rankfold
 from rankfold import schatten
 
-from .schatten_cases import Pairs, dual
+from .schatten_cases import Pairs, dual, raised
 
 EXPONENTS = (1.0, 1.5, 2.0, 4.0, math.inf)
 # What is added to eigenvalues of a Gram matrix of trace 1.
@@ -42,14 +43,27 @@ def blocks(dtype: torch.dtype = torch.float64, decay: float = 0.0) -> list[Tenso
 def let_down(xs: list[Tensor]) -> float:
     """By how much the smallest singular values fall short of 1, which only p = ∞ notices."""
     shares = [torch.linalg.svdvals(x).square() / x.square().sum((-2, -1))[:, None] for x in xs]
-    return max(float((RIDGE / (2 * share)).max()) for share in shares)
+    return max(float((1 - raised(share).sqrt()).max()) for share in shares)
+
+
+def gram_of(x: Tensor) -> Callable[[Tensor | None], Tensor]:
+    """Of X C, which is made, as a second pass needs it."""
+
+    def of(c: Tensor | None) -> Tensor:
+        turned = x if c is None else x @ c
+        return turned.mT @ turned
+
+    return of
 
 
 @pytest.mark.parametrize("p", EXPONENTS)
 def test_directions_are_of_norm_one_and_reach_the_dual_norm(p: float) -> None:
     """By Hölder's inequality nothing of norm 1 lies further along X than its dual norm."""
     xs = blocks()
-    cs = schatten.directions([x.mT @ x for x in xs], p, 2.0**-23)
+    if p == math.inf:
+        cs = [schatten.whitening(gram_of(x[:, None]), 1, 2.0**-23).turn[:, 0] for x in xs]
+    else:
+        cs = schatten.directions([x.mT @ x for x in xs], p, 2.0**-23)
     found = [x @ c for x, c in zip(xs, cs, strict=True)]
     slack = let_down(xs) if p == math.inf else 1e-9
     torch.testing.assert_close(schatten_norm(found, p), torch.ones(5).double(), atol=slack, rtol=0)
@@ -85,8 +99,34 @@ def test_inverse_root(dtype: torch.dtype, decay: float) -> None:
 def test_zero_stays_zero() -> None:
     zero = torch.zeros(2, 4, 4)
     for p in EXPONENTS:
-        for c in schatten.directions([zero, zero], p, 2.0**-23):
-            assert c.isfinite().all()
+        if p < math.inf:
+            for c in schatten.directions([zero, zero], p, 2.0**-23):
+                assert c.isfinite().all()
+    found = schatten.whitening(gram_of(zero[:, None]), 1, 2.0**-23)
+    assert found.turn.isfinite().all()
+    assert not found.squares.any()
+
+
+@pytest.mark.parametrize("floor", [2.0**-23, 2.0**10])
+def test_whitening_in_float32_raises_what_its_gram_matrix_has_lost(floor: float) -> None:
+    """Singular values down to 2⁻¹¹ of the norm, whose squares are a few units of rounding."""
+    generator = torch.Generator().manual_seed(3)
+    u, v = (
+        torch.linalg.qr(torch.randn(2, 3, m, 8, generator=generator, dtype=torch.float64)).Q
+        for m in (300, 8)
+    )
+    values = 2.0 ** -torch.linspace(0, 11, 8, dtype=torch.float64)
+    x = ((u * values) @ v.mT).float()
+    found = schatten.whitening(gram_of(x), 4, floor)
+    made = torch.linalg.svdvals(x.double() @ found.turn.double())
+    squares = raised(values.square() / values.square().sum())
+    if floor > 1:  # far above the norm: what the first pass lets down the second one leaves there
+        assert (made < 2 * 0.01).all()
+    else:
+        exact = 2 * squares.sort(descending=True).values.sqrt()
+        torch.testing.assert_close(made, exact.expand_as(made), atol=0, rtol=5e-3)
+        assert made.min() > 2 * 0.85
+    torch.testing.assert_close(found.squares.double(), made.square().sum(-1), atol=0, rtol=1e-4)
 
 
 # Steps -------------------------------------------------------------------------------------------

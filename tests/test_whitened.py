@@ -13,11 +13,9 @@ from rankfold.geometries import GEOMETRIES, Pair
 from rankfold.lab.muon import Whitened
 
 from .points import GRIDS, Case, options, product, stacked
-from .schatten_cases import best_value, orthonormal, step_direction
+from .schatten_cases import best_value, orthonormal, raised, step_direction
 from .watching import Watch
 
-# Singular values below the root of this share of their sum of squares count for less.
-RIDGE = 2.0**-16
 SHAPES = [(6, 5), (3, 5), (3, 3)]
 
 
@@ -25,8 +23,7 @@ def whitened(x: Tensor, r: int) -> Tensor:
     """``x`` (..., m, n) of rank r with its singular values brought to 1, the smallest softly."""
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     u, s, vh = u[..., :r], s[..., :r], vh[..., :r, :]
-    total = s.square().sum(-1, keepdim=True)
-    values = s * ((1 + RIDGE) / (s.square() + RIDGE * total)).sqrt()
+    values = raised(s.square() / s.square().sum(-1, keepdim=True)).sqrt()
     return (u * values[..., None, :]) @ vh
 
 

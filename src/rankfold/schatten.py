@@ -11,6 +11,7 @@ Several matrices that go by one norm together are blocks of one block-diagonal m
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -20,16 +21,16 @@ from torch import Tensor
 from . import kernels, linalg, tall
 from .linalg import identity_like, squared_norm, trace
 
-# Singular values below this share of the Frobenius norm count for less and less. In a gradient
-# they are noise, and in float32 a Gram matrix knows little of them: at this share the direction of
-# a matrix of rank 1 is still right to 1e-3, that of a full one to 1e-6. Muon's five steps, which
-# raise small values at most 485-fold, end about there too.
+# Singular values below this share of the Frobenius norm count for less and less: in float32 a Gram
+# matrix knows little of them, and must stay positive with its rounding.
 _SMALLEST = 2.0**-8
+# The same in a second pass over what a first one has raised, where all are at most 1.
+_SMALLEST_RAISED = 2.0**-4
 # Steepest for p = ∞ in each factor's part of a vector alone, measured in each of its products.
 WHITENED = "whitened"
 # Where each factor's part goes alone, singular values below this share of its side's norm are the
 # others' rounding, which must not become the step of a factor that has no gradient.
-SMALLEST_PART = _SMALLEST**2
+SMALLEST_PART = 2.0**-16
 _SQUARINGS = {torch.float32: 24, torch.float64: 48}
 
 
@@ -89,13 +90,11 @@ def _stretches(low: float, dtype: torch.dtype) -> list[float]:
 
 
 def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
-    """C_b (batch, r, r) for which the blocks X_b C_b are the steepest direction, of norm 1.
+    """C_b (batch, r, r) for which the blocks X_b C_b are the steepest direction, of norm 1, p < ∞.
 
     ``grams`` are the X_bᵀX_b. Norms below ``floor`` count as the floor, so that zero stays zero.
     """
     total = torch.stack([trace(g) for g in grams]).sum(0).clamp_min(floor**2)
-    if p == math.inf:
-        return [inverse_root(g, trace(g).clamp_min(_tiny(g) * total)) for g in grams]
     size = total.sqrt()[..., None, None]
     if p == 2:
         return [identity_like(g) / size for g in grams]
@@ -105,16 +104,35 @@ def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     return [c / size for c in _powers(scaled, p)]
 
 
-def whitening(grams: Tensor, partners: int, floor: float) -> Tensor:
-    """C_i (batch, I, r, r) for which each X_i C_i by itself has every singular value √partners.
+class Whitening(NamedTuple):
+    """C (batch, I, r, r) and the squares ‖X_i C_i‖² (batch, I)."""
 
-    ``grams`` are the X_iᵀX_i, with X_i what a factor's part does to all of its products side by
-    side, so that the root mean square over ``partners`` is 1. Norms below ``floor``, and far below
-    that of the whole side, count as that, so that zero stays zero.
+    turn: Tensor
+    squares: Tensor
+
+
+def whitening(gram_of: Callable[[Tensor | None], Tensor], partners: int, floor: float) -> Whitening:
+    """C_i for which each X_i C_i by itself has every singular value √partners.
+
+    ``gram_of(C)`` are (X_i C_i)ᵀ(X_i C_i), and without C the X_iᵀX_i, (batch, I, r, r), with X_i
+    what a factor's part does to all of its products side by side, so that the root mean square
+    over ``partners`` is 1. Norms below ``floor``, and far below that of the whole side, count as
+    that, so that zero stays zero.
+
+    Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
+    Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
+    one has raised. Those below 2⁻¹² count for less.
     """
-    own = trace(grams)  # of which singular values below the share _SMALLEST count for less
+    gram = gram_of(None)
+    own = trace(gram)
     least = (SMALLEST_PART * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
-    return math.sqrt(partners) * inverse_root(grams, torch.maximum(own, least))
+    scale = torch.maximum(own, least)
+    first = inverse_root(gram, scale)
+    raised = gram_of(first)
+    # What the floor has let down shall not be raised after all.
+    second = inverse_root(raised, scale / own.clamp_min(_tiny(own)), _SMALLEST_RAISED)
+    squares = linalg.squared_norm_weighted(second, raised)
+    return Whitening(math.sqrt(partners) * (first @ second), partners * squares)
 
 
 class Roots(NamedTuple):

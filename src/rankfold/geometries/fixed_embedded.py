@@ -10,7 +10,7 @@ Metric, gradient, transport and Schatten norms: `embedded`; p = 1 and whitened i
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -90,22 +90,21 @@ class FixedEmbedded(EmbeddedGeometry):
             return super().steepest(frame, coords, p, floor)
         # No normal vector brings the largest singular value of the core below that of its first
         # block column, or its first block row, and one brings it there (Parrott's theorem). What
-        # lies along the largest one of the two is tangent, so that it is the steepest.
-        return self._by_sides(frame, coords, p, floor)
+        # lies along the largest one of the two is tangent, so that it is the steepest: that for
+        # (U K + X) Vᵀ and U (V Kᵀ + Y)ᵀ as if they were two vectors.
+        k = coords.k
+        grams = [k.mT @ k + coords.xx, k @ k.mT + coords.yy]
+        left, right = schatten.directions(grams, p, floor)
+        return self.tangent(frame, coords, k @ left + right @ k, left, right)
 
     def whitened(self, frame: PairFrame, coords: TangentXKY, floor: float) -> TangentXKY:
-        if frame.point.left.shape[1] == frame.point.right.shape[1] == 1:
-            return self._by_sides(frame, coords, math.inf, floor)
-        return self._by_factors(frame, coords, floor)
-
-    def _by_factors(self, frame: PairFrame, coords: TangentXKY, floor: float) -> TangentXKY:
-        """C Vᵀ + U Dᵀ, whitened block by block, of C = U K + X and D = V Kᵀ + Y."""
+        # C Vᵀ + U Dᵀ, whitened block by block, of C = U K + X and D = V Kᵀ + Y.
         left, right = frame.point
         eye = linalg.identity_like(coords.k).expand_as(coords.k)
         c = coords.left.combine(coords.k, eye).view_as(left)
         d = coords.right.combine(coords.k.mT, eye).view_as(right)
-        turn_c = schatten.whitening(tall.gram(c), right.shape[1], floor)
-        turn_d = schatten.whitening(tall.gram(d), left.shape[1], floor)
+        turn_c = schatten.whitening(_gram_of(c), right.shape[1], floor).turn
+        turn_d = schatten.whitening(_gram_of(d), left.shape[1], floor).turn
         along_u = frame.left.inverse.mT @ (tall.overlap(left, c) @ turn_c).sum(1)
         along_v = frame.right.inverse.mT @ (tall.overlap(right, d) @ turn_d).sum(1)
         r_a, r_b = self.triangles(frame)
@@ -116,13 +115,6 @@ class FixedEmbedded(EmbeddedGeometry):
             tall.combine(right, to_b[:, None], d, turn_d @ r_a[:, None]),
         )
         return self.coordinates(frame, made)
-
-    def _by_sides(self, frame: PairFrame, coords: TangentXKY, p: float, floor: float) -> TangentXKY:
-        """The steepest direction for (U K + X) Vᵀ and U (V Kᵀ + Y)ᵀ as if they were two vectors."""
-        k = coords.k
-        grams = [k.mT @ k + coords.xx, k @ k.mT + coords.yy]
-        left, right = schatten.directions(grams, p, floor)
-        return self.tangent(frame, coords, k @ left + right @ k, left, right)
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
@@ -215,6 +207,10 @@ class FixedEmbedded(EmbeddedGeometry):
     def depart(self, frame: PairFrame, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=False)
         return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))
+
+
+def _gram_of(x: Tensor) -> Callable[[Tensor | None], Tensor]:
+    return lambda c: tall.gram(x) if c is None else tall.turned_gram(x, c)
 
 
 def _flat(pair: Pair) -> Pair:

@@ -14,7 +14,8 @@ Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -122,46 +123,63 @@ class FixedQuotient(Geometry):
         # The loss does not change along the gauge, so the steepest of all lifts is a lift of the
         # steepest vector downstairs, and each side finds its own.
         whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
-        return self._turned(
-            frame, coords, whole, lambda grams: schatten.directions(grams, p, floor)
+        if p == math.inf:
+            return self._whitened(frame, coords, whole, (1, 1), floor)
+        grams = [gram_of(None) for gram_of in self._grams(frame, whole)]
+        found = schatten.directions(grams, p, floor)
+        squares = (
+            linalg.squared_norm_weighted(c, gram) for c, gram in zip(found, grams, strict=True)
         )
+        return self._turned(frame, coords, whole, found, squares)
 
     def whitened(self, frame: GramFrame, coords: WeighedTangent, floor: float) -> WeighedTangent:
         left, right = coords.vector
         partners = right.shape[1], left.shape[1]
+        return self._whitened(frame, coords, coords.vector, partners, floor)
 
-        def directions(grams: list[Tensor]) -> list[Tensor]:
-            pairs = zip(grams, partners, strict=True)
-            return [schatten.whitening(gram, count, floor) for gram, count in pairs]
+    def _whitened(
+        self,
+        frame: GramFrame,
+        coords: WeighedTangent,
+        parts: Pair,
+        partners: tuple[int, int],
+        floor: float,
+    ) -> WeighedTangent:
+        """Each of the ``parts`` (batch, parts, m, r) of the vector by itself."""
+        found = [
+            schatten.whitening(gram_of, count, floor)
+            for gram_of, count in zip(self._grams(frame, parts), partners, strict=True)
+        ]
+        turns, squares = zip(*found, strict=True)
+        return self._turned(frame, coords, parts, turns, squares)
 
-        return self._turned(frame, coords, coords.vector, directions)
+    def _grams(self, frame: GramFrame, parts: Pair) -> list[Callable[[Tensor | None], Tensor]]:
+        """For each side, what makes (X C)ᵀ(X C) of all X = Ξ_A L_B or Ξ_B L_A of its ``parts``."""
+
+        def of(x: Tensor, lower: Tensor) -> Callable[[Tensor | None], Tensor]:
+            return lambda c: tall.turned_gram(x, lower if c is None else lower @ c)
+
+        return [
+            of(parts.left, frame.right.lower[:, None]),
+            of(parts.right, frame.left.lower[:, None]),
+        ]
 
     def _turned(
         self,
         frame: GramFrame,
         coords: WeighedTangent,
         parts: Pair,
-        directions: Callable[[list[Tensor]], list[Tensor]],
+        turns: Iterable[Tensor],
+        squares: Iterable[Tensor],
     ) -> WeighedTangent:
-        """The vector with X C for every X = Ξ_A L_B, Ξ_B L_A of its ``parts`` (batch, parts, m, r).
-
-        ``directions`` finds the C, (batch, parts, r, r) for each side, from all XᵀX.
-        """
-        lowers = frame.right.lower[:, None], frame.left.lower[:, None]
-        inverses = frame.right.inverse[:, None], frame.left.inverse[:, None]
-        grams = [tall.turned_gram(x, lower) for x, lower in zip(parts, lowers, strict=True)]
-        found = directions(grams)
+        """The vector with X C in place of these X, for ``turns`` C and their ``squares`` ‖X C‖²."""
         made = (
-            tall.turn(x, lower @ direction @ inverse).view_as(old)
-            for x, lower, direction, inverse, old in zip(
-                parts, lowers, found, inverses, coords.vector, strict=True
+            tall.turn(x, side.lower[:, None] @ c @ side.inverse[:, None]).view_as(old)
+            for x, side, c, old in zip(
+                parts, (frame.right, frame.left), turns, coords.vector, strict=True
             )
         )
-        squares = (
-            linalg.squared_norm_weighted(direction, gram).sum(1)
-            for direction, gram in zip(found, grams, strict=True)
-        )
-        return WeighedTangent(Pair(*made), *squares)
+        return WeighedTangent(Pair(*made), *(square.sum(1) for square in squares))
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
