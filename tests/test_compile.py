@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from rankfold import RiemannianSGD
+from rankfold import Grid, RiemannianSGD
 
 from .heads import Heads
 from .reference import GEOMETRIES, ISOMETRIES
@@ -20,11 +20,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Profiler record function")
 
 
 def set_lr(optimizer: RiemannianSGD, lr: float) -> None:
-    held = optimizer.param_groups[0]["lr"]
-    if isinstance(held, torch.Tensor):
-        held.fill_(lr)
-    else:
-        optimizer.param_groups[0]["lr"] = lr
+    """To this number, and in further groups to twice, three times as much."""
+    for k, group in enumerate(optimizer.param_groups, 1):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(k * lr)
+        else:
+            group["lr"] = k * lr
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor"])
@@ -48,34 +49,50 @@ def test_nor_with_what_the_paper_leaves_out(geometry: str, options: dict[str, An
     compile_once(geometry, "number", steps=8, **options)
 
 
-def compile_once(geometry: str, kind: str, steps: int, **more: Any) -> None:
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@every_geometry
+@pytest.mark.usefixtures("as_on_a_device")
+def test_nor_with_a_rate_for_each_group(geometry: str, kind: str) -> None:
+    decay = {} if geometry in ISOMETRIES else {"weight_decay": 0.1}
+    compile_once(geometry, kind, steps=50, groups=2, **decay)
+
+
+def compile_once(geometry: str, kind: str, steps: int, groups: int = 1, **more: Any) -> None:
     """A falling learning rate and new gradients compile nothing that the first two steps have not.
 
     And a compiled step ends where one that is not does.
     """
     torch._dynamo.reset()
-    compiled, plain = Heads(), Heads()
+    compiled, plain = ([Heads(seed=k) for k in range(groups)] for _ in range(2))
     counter = CompileCounter()
-    runs: list[tuple[Heads, RiemannianSGD, Any]] = []
-    for model in (compiled, plain):
-        lr: Any = 0.05 if kind == "number" else torch.tensor(0.05)
+    runs: list[tuple[list[Heads], RiemannianSGD, Any]] = []
+    for models in (compiled, plain):
+        rates: list[Any] = [0.05 if kind == "number" else torch.tensor(0.05) for _ in models]
         options: dict[str, Any] = {"momentum": 0.9, "capturable": kind == "tensor", **more}
-        optimizer = RiemannianSGD([model.grid()], lr, geometry=geometry, **options)
-        runs.append((model, optimizer, optimizer.step))
+        grids = [Grid(model.a, model.b, groups=model.members) for model in models]
+        optimizer = RiemannianSGD(
+            [{"grids": [grid], "lr": lr} for grid, lr in zip(grids, rates, strict=True)],
+            rates[0],
+            geometry=geometry,
+            **options,
+        )
+        runs.append((models, optimizer, optimizer.step))
     runs[0] = (compiled, runs[0][1], torch.compile(runs[0][2], backend=counter))
     frames = []
     for k in range(steps):
-        for model, optimizer, step in runs:
+        for models, optimizer, step in runs:
             set_lr(optimizer, 0.05 * (1 - k / 60))
-            model.backward()
+            for model in models:
+                model.backward()
             step()
         frames.append(counter.frame_count)
     assert frames[0] > 0
     assert len(set(frames[1:])) == 1, frames
     # Compiled steps with a number may make more iterations than they need.
     allowed = 0.0 if kind == "tensor" else 1e-5
-    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert (one - other).abs().max() <= allowed
+    for pair in zip(compiled, plain, strict=True):
+        for one, other in zip(*(model.parameters() for model in pair), strict=True):
+            assert (one - other).abs().max() <= allowed
 
 
 @every_geometry

@@ -72,6 +72,18 @@ def optimizer_for(
     return rankfold.RiemannianSGD(problem.grids, geometry=name, **{**values, **changes})
 
 
+def with_rates(
+    problem: Problem, algorithm: tuple[Any, ...], rates: list[Any], **options: Any
+) -> rankfold.RiemannianSGD:
+    """Grids dealt out to as many groups as there are learning rates."""
+    name, _, retraction = algorithm
+    groups = [
+        {"grids": problem.grids[k :: len(rates)], "lr": lr, "retraction": retraction}
+        for k, lr in enumerate(rates)
+    ]
+    return rankfold.RiemannianSGD(groups, 0.02, geometry=name, **options)
+
+
 def run(problem: Problem, optimizer: rankfold.RiemannianSGD, steps: int) -> Tensor:
     for _ in range(steps):
         optimizer.zero_grad()
@@ -103,6 +115,24 @@ def test_a_step_never_synchronises(
     problem = Problem(algorithm[1], "cuda", dtype)
     lr = torch.tensor(1e-3, device="cuda")
     optimizer = optimizer_for(problem, algorithm, normalize=normalize, lr=lr, **safeguards)
+    run(problem, optimizer, 1)
+    problem.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert problem.products().isfinite().all()
+
+
+@pytest.mark.usefixtures("sync_errors")
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nor_do_groups_with_rates_of_their_own(algorithm: tuple[Any, ...], kind: str) -> None:
+    problem = Problem(algorithm[1], "cuda", torch.float32)
+    numbers = (1e-3, 2e-3, 5e-3)
+    rates = [torch.tensor(x, device="cuda") if kind == "tensor" else x for x in numbers]
+    decay = 0.1 if algorithm[0].startswith("fixed") else 0.0
+    optimizer = with_rates(problem, algorithm, rates, momentum=0.9, weight_decay=decay)
     run(problem, optimizer, 1)
     problem.backward()
     torch.cuda.synchronize()
@@ -225,22 +255,23 @@ def test_a_model_that_moves_takes_its_state_along() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_replayed_graph_is_the_step_to_the_last_bit(
-    algorithm: tuple[Any, ...], dtype: torch.dtype, momentum: float, normalize: str
+    algorithm: tuple[Any, ...], groups: int, dtype: torch.dtype, momentum: float, normalize: str
 ) -> None:
     problems = [Problem(algorithm[1], "cuda", dtype) for _ in range(2)]
-    rates = [torch.tensor(0.02, device="cuda") for _ in problems]
+    rates = [[torch.tensor(0.02, device="cuda") for _ in range(groups)] for _ in problems]
     runs = [
-        optimizer_for(
+        with_rates(
             problem,
             algorithm,
-            lr=rate,
+            its,
             momentum=momentum,
             normalize=normalize,
             capturable=True,
         )
-        for problem, rate in zip(problems, rates, strict=True)
+        for problem, its in zip(problems, rates, strict=True)
     ]
     parameters = [[p for grid in problem.grids for p in grid.params()] for problem in problems]
     for problem in problems:
@@ -256,8 +287,9 @@ def test_a_replayed_graph_is_the_step_to_the_last_bit(
     with torch.cuda.graph(graph):
         runs[1].step()
     for k in range(4):
-        for rate in rates:
-            rate.fill_(0.03 - 0.005 * k)
+        for its in rates:
+            for share, rate in enumerate(its, 1):
+                rate.fill_(share * (0.03 - 0.005 * k))
         for one, other in zip(*parameters, strict=True):
             assert one.grad is not None
             assert other.grad is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -323,10 +324,17 @@ def test_steps_above_the_rank_of_fused_kernels(
 
 @in_kernels
 @pytest.mark.parametrize("target", [0.0, 0.5])
+@pytest.mark.parametrize("rates", [0.02, [0.02, 0.01]])
 @pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
-def test_decayed_steps(name: str, target: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decayed_steps(
+    name: str, rates: float | list[float], target: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     geometry = geometry_for(name, 1, 1)
-    opts = options(geometry.retractions[0], 0.02, weight_decay=5.0, decay_to=target)
+    opts = options(geometry.retractions[0], weight_decay=5.0, decay_to=target)
+    if isinstance(rates, list):  # one a member
+        opts = replace(opts, lr=torch.tensor(rates, device=DEVICE), longest=max(rates))
+    else:
+        opts = replace(opts, lr=rates)
     point, grad, held = (
         Pair(*(randn(2, 1, rows, 5, seed=seed + k) for k, rows in enumerate((9, 7))))
         for seed in (61, 63, 65)

@@ -1,18 +1,23 @@
-"""Parameter groups as users write them: dicts with grids, the names grids go by, options."""
+"""Parameter groups as users write them, the names grids go by, and groups that step together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from .eager import uncompiled
 from .factors import Grid
 from .geometries import Geometry, StepOptions
+from .stacks import Plan, Stack
+
+Group = dict[str, Any]
 
 
-def as_grid_list(group: dict[str, Any]) -> list[Grid]:
+def as_grid_list(group: Group) -> list[Grid]:
     """The grids of a parameter group as a user wrote it."""
     if not isinstance(group, dict):
         raise TypeError(f"expected a dict with the key 'grids', got {type(group).__name__}")
@@ -46,12 +51,91 @@ def name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
     return names
 
 
-def step_options(group: dict[str, Any], geometry: Geometry, largest: float) -> StepOptions:
+@uncompiled
+def alike(groups: Sequence[Group], options: Sequence[str]) -> list[list[int]]:
+    """Positions of the groups that step together: alike in ``options``, not in learning rates.
+
+    These are all numbers or all tensors. Tensors among the options are alike if they are one: to
+    compare values would stop the device. Dtypes of parameters are alike too, so that no group
+    bounds what another one's steps may store, or changes the way its tensors go.
+    """
+    if len(groups) == 1:
+        return [[0]]
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, group in enumerate(groups):
+        values = (group[option] for option in options)
+        key = (
+            isinstance(group["lr"], Tensor),
+            frozenset(p.dtype for p in group["params"]),
+            *((Tensor, id(value)) if isinstance(value, Tensor) else value for value in values),
+        )
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+class Rate(NamedTuple):
+    """The learning rate of a stack's members: a float or 0-dim tensor for all, or (batch,).
+
+    ``longest`` is the largest of numbers that differ, which the host knows.
+    """
+
+    lr: float | Tensor
+    longest: float | None = None
+
+    def of(self, members: slice) -> Rate:
+        """That of some members."""
+        if isinstance(self.lr, Tensor) and self.lr.dim():
+            return self._replace(lr=self.lr[members])
+        return self
+
+
+class Owners:
+    """Which groups, by position, the members of a stack belong to."""
+
+    def __init__(self, stack: Stack, owner_of: Mapping[str, int]) -> None:
+        owners = [owner_of[member.rpartition("[")[0]] for member in stack.members]
+        self.groups = sorted(set(owners))
+        self._dtype = stack.dtype
+        device = stack.sources[0].left[0].params[0].device
+        # Made with the plan: a copy to the device waits for it, and no graph could record it.
+        places = [self.groups.index(owner) for owner in owners]
+        self._places = torch.tensor(places, device=device) if len(self.groups) > 1 else None
+
+    def rate(self, groups: Sequence[Group]) -> Rate:
+        """The members' learning rates as they are now, without a look at tensors."""
+        rates: list[Any] = [groups[index]["lr"] for index in self.groups]
+        tensors = isinstance(rates[0], Tensor)
+        same = all(lr is rates[0] if tensors else lr == rates[0] for lr in rates)
+        if self._places is None or same:
+            # 0-dim, so that a float64 learning rate does not widen float32 steps.
+            return Rate(rates[0].reshape(()) if tensors else rates[0])
+        # Filled one by one: a list of numbers would be copied from the host, and a graph is to read
+        # tensors where they are.
+        table = torch.empty(len(rates), dtype=self._dtype, device=self._places.device)
+        for entry, lr in zip(table.unbind(), rates, strict=True):
+            entry.fill_(lr.reshape(()) if tensors else lr)
+        return Rate(table.index_select(0, self._places), None if tensors else max(rates))
+
+
+class JointPlan:
+    """A plan for grids of groups that step together, and whose its members are."""
+
+    def __init__(self, plan: Plan, owner_of: Mapping[str, int]) -> None:
+        self.plan = plan
+        self._owners = {id(stack): Owners(stack, owner_of) for stack in plan.stacks}
+        self.groups = sorted({k for owners in self._owners.values() for k in owners.groups})
+
+    @uncompiled
+    def rates(self, groups: Sequence[Group]) -> dict[int, Rate]:
+        """By stack, of the members' groups as they are now."""
+        return {key: owners.rate(groups) for key, owners in self._owners.items()}
+
+
+def step_options(group: Group, rate: Rate, geometry: Geometry, largest: float) -> StepOptions:
     """A group's options as a step of ``geometry`` wants them; ``largest`` is what can be stored."""
-    lr = group["lr"]
     return StepOptions(
-        # 0-dim, so that a float64 learning rate does not widen float32 steps.
-        lr=lr.reshape(()) if isinstance(lr, Tensor) else lr,
+        lr=rate.lr,
+        longest=rate.longest,
         momentum=float(group["momentum"]),
         normalize=group["normalize"],
         norm_floor=group["norm_floor"],

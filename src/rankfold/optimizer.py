@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,13 +15,11 @@ from .diagnostics import measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
 from .geometries import EVENTS, geometry_for, is_isometry, scale
-from .groups import as_grid_list, name_grids, step_options
+from .groups import Group, JointPlan, Rate, alike, as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
 from .precision import current_device, exact_arithmetic
 from .stacks import Plan, Stack, TensorOf, grad_of, itself, plans_for
 from .state import RunningNumbers, StatefulOptimizer
-
-Group = dict[str, Any]
 
 # Plans kept for different sets of grids with gradients; a model has a few of these at most.
 _MOST_PLANS = 32
@@ -32,6 +31,7 @@ class RiemannianSGD(StatefulOptimizer):
     Args:
         grids: an iterable of `Grid`, or of dicts ``{"grids": [...], "lr": ..., ...}``, one a
             parameter group with options of its own. Grids that share a parameter share a group.
+            Groups that differ in their learning rates alone step together, as one batch.
         lr: learning rate η ≥ 0, a float or a 0-dim tensor. With a normalization it is the length
             of each member's step in that norm.
         geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
@@ -147,7 +147,7 @@ class RiemannianSGD(StatefulOptimizer):
         super().__init__(groups, defaults)
 
     def _reset_caches(self) -> None:
-        self._plans: dict[tuple[object, ...], list[Plan]] = {}
+        self._plans: dict[tuple[object, ...], list[JointPlan]] = {}
         self._looked_at: set[str] = set()
         self._counted: dict[str, Counter[str]] = {}
         self._recorded: list[tuple[list[str], dict[str, Tensor]]] | None = None
@@ -198,46 +198,52 @@ class RiemannianSGD(StatefulOptimizer):
     @uncompiled_itself
     def _step_all(self) -> None:
         ready = [
-            (group, plan)
-            for index, group in enumerate(self.param_groups)
-            for plan in self._plans_of(index, group)
+            (self.param_groups[together[0]], joint)
+            for together in alike(self.param_groups, _SHARED)
+            for joint in self._plans_of(together)
         ]
         if self._recording:
             self._recorded = []
-        with exact_arithmetic(kind for _, plan in ready for kind in plan.device_types):
-            for group, plan in ready:
-                self._look(group, plan)
+        with exact_arithmetic(kind for _, joint in ready for kind in joint.plan.device_types):
+            for group, joint in ready:
+                self._look(group, joint)
             for group in self.param_groups:
                 self._forget_unused(group)
-            for group, plan in ready:
-                with current_device(plan.device):
-                    running = self._running_of(group, plan)
-                    self._update(group, plan, running)
+            for group, joint in ready:
+                with current_device(joint.plan.device):
+                    rates = joint.rates(self.param_groups)
+                    running = self._running_of(group, joint.plan)
+                    self._update(group, joint.plan, rates, running)
                     for numbers in running.values():
                         numbers.finish()
 
     @uncompiled
-    def _plans_of(self, index: int, group: Group) -> list[Plan]:
-        """Plans for the grids that have gradients now, kept until these or dtypes change."""
+    def _plans_of(self, together: list[int]) -> list[JointPlan]:
+        """Plans for those of their grids with gradients now, kept until these or dtypes change."""
         active = [
-            (name, grid)
+            (index, name, grid)
+            for index, group in ((index, self.param_groups[index]) for index in together)
             for name, grid in zip(group["grid_names"], group["grids"], strict=True)
             if checks.has_gradients(name, grid)
         ]
         if not active:
             return []
-        key = (index, *((n, p.dtype, p.device) for n, grid in active for p in grid.params()))
+        key = tuple((k, n, p.dtype, p.device) for k, n, grid in active for p in grid.params())
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANS:
                 self._counted = self._count_all()
                 self._plans.clear()
-            self._plans[key] = plans_for(active)
+            owner_of = {name: index for index, name, _ in active}
+            plans = plans_for([(name, grid) for _, name, grid in active])
+            self._plans[key] = [JointPlan(plan, owner_of) for plan in plans]
         return self._plans[key]
 
     @uncompiled
-    def _look(self, group: Group, plan: Plan) -> None:
+    def _look(self, group: Group, joint: JointPlan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
-        checks.check_decay(group)
+        for index in joint.groups:
+            checks.check_decay(self.param_groups[index])
+        plan = joint.plan
         if group["on_nonfinite"] == "raise":
             for mover in movers(plan, {"grad": grad_of}):
                 for stack, at in chunks(mover):
@@ -265,19 +271,27 @@ class RiemannianSGD(StatefulOptimizer):
                 point = stack.read(weights)
                 checks.check_orthonormal(stack.members, point, stack.rounded, scaled)
 
-    def _update(self, group: Group, plan: Plan, running: dict[int, RunningNumbers]) -> None:
+    def _update(
+        self,
+        group: Group,
+        plan: Plan,
+        rates: dict[int, Rate],
+        running: dict[int, RunningNumbers],
+    ) -> None:
         tensors: dict[str, TensorOf] = {"weight": itself, "grad": grad_of}
         tensors["master"] = self._master_of
         if group["momentum"] > 0:
             tensors["momentum"] = self._momentum_of
         for mover in movers(plan, tensors):
             for stack, members in chunks(mover):
-                self._advance(group, mover, stack, members, running.get(id(stack)))
+                rate = rates[id(stack)].of(members)
+                self._advance(group, rate, mover, stack, members, running.get(id(stack)))
             mover.finish()
 
     def _advance(
         self,
         group: Group,
+        rate: Rate,
         mover: Mover,
         stack: Stack,
         members: slice,
@@ -285,7 +299,7 @@ class RiemannianSGD(StatefulOptimizer):
     ) -> None:
         """Move one chunk, and let go of all it took before the next one begins."""
         geometry = geometry_for(group["geometry"], stack.lefts, stack.rights)
-        options = step_options(group, geometry, stack.largest)
+        options = step_options(group, rate, geometry, stack.largest)
         point = mover.read("weight", stack, members)
         grad = mover.read("grad", stack, members)
         before = mover.read("momentum", stack, members) if options.momentum > 0 else None
@@ -365,8 +379,16 @@ class RiemannianSGD(StatefulOptimizer):
 
     def _count_all(self) -> dict[str, Counter[str]]:
         total = {member: Counter(events) for member, events in self._counted.items()}
-        for plan in (plan for plans in self._plans.values() for plan in plans):
-            for stack in plan.stacks:
+        for joint in (joint for plans in self._plans.values() for joint in plans):
+            for stack in joint.plan.stacks:
                 for member, events in stack.counts().items():
                     total.setdefault(member, Counter()).update(events)
         return total
+
+
+# What groups have in common that step together. `defaults` will not do: torch adds to them.
+_SHARED = [
+    name
+    for name, parameter in signature(RiemannianSGD).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY  # all but the learning rate
+]

@@ -18,10 +18,11 @@ from .base import StepOptions
 
 def core_change(core: Tensor, options: StepOptions) -> Tensor:
     """What is added to the core S (batch, r, r) of W = U S Vᵀ in orthonormal frames."""
+    shrink = options.shrink_of(core)
     if not options.decay_to:
-        return -options.shrink * core
+        return -shrink * core
     target = options.decay_to * core @ polar.inverse_modulus(core)
-    return options.shrink * (target - core)
+    return shrink * (target - core)
 
 
 class Turns(NamedTuple):
@@ -38,14 +39,15 @@ class Turns(NamedTuple):
 
 def turns(left: Cholesky, right: Cholesky, options: StepOptions) -> Turns:
     """For factors whose Gram matrices are factored so; each takes half of the change."""
-    eye, kept = linalg.identity_like(left.lower), 1 - options.shrink
+    eye, shrink = linalg.identity_like(left.lower), options.shrink_of(left.lower)
+    kept = 1 - shrink
     if not options.decay_to:
         one, back = kept**0.5 * eye[None], kept**-0.5 * eye[None]
         return Turns(one, one, back, back)
     # W + ηλ (σ polar(W) − W) = A T Bᵀ. A number is taken out of T first, so that the share of
     # what is left is small even where W is far from its target.
     modulus = polar.inverse_modulus(left.lower.mT @ right.lower)
-    drawn = options.shrink * options.decay_to * (right.lower @ modulus @ right.inverse)
+    drawn = shrink * options.decay_to * (right.lower @ modulus @ right.inverse)
     mean = kept + linalg.trace(drawn)[..., None, None] / drawn.shape[-1]
     whole = (kept * eye + drawn) / mean
     share, guess, _ = linalg.half_share(whole - eye)

@@ -182,9 +182,8 @@ class FixedEmbedded(EmbeddedGeometry):
     ) -> Landing:
         """The svd retraction with all of its r×r work in one kernel."""
         # From c W along Ξ is from W along Ξ / c, and the end times c, of which each factor has √c.
-        kept = 1 - options.shrink if options.weight_decay else None
-        if kept is not None:
-            scale = scale / kept
+        if options.weight_decay:
+            scale = scale / (1 - options.shrink)
         new, to, distances, norm = kernels.retraction.fixed_embedded(
             (frame.left.triangle, frame.right.triangle),
             (frame.left.inverse, frame.right.inverse),
@@ -194,8 +193,8 @@ class FixedEmbedded(EmbeddedGeometry):
             scale,
             linalg.rank_iterations(scale.dtype),
         )
-        if kept is not None:
-            root = kept**0.5
+        if options.weight_decay:
+            root = (1 - options.shrink_of(coords.k)) ** 0.5
             new, to = [root * x for x in new], [root * x for x in to]
             to[:2] = [x + (root - 1) * linalg.identity_like(x) for x in to[:2]]
         alive = norm <= options.largest

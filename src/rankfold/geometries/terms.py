@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import tall
+
 # The longest normalized step of an isometry in capturable mode. Its retraction runs a number of
 # iterations fixed beforehand, which serve any step up to this one.
 LONGEST_CAPTURED = 0.5
@@ -23,9 +25,10 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step is told, besides tensors. ``lr`` is a float or a 0-dim tensor.
+    """What a step is told, besides tensors. ``lr`` is a float, a 0-dim tensor, or (batch,).
 
-    A ``capturable`` step runs the same operations whatever the value of ``lr``, a tensor, is.
+    ``longest`` is the largest of (batch,) learning rates where the host knows it. A ``capturable``
+    step runs the same operations whatever the value of ``lr``, a tensor, is.
     """
 
     lr: float | Tensor
@@ -46,11 +49,23 @@ class StepOptions:
     weight_decay: float = 0.0
     decay_to: float = 0.0
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
+    longest: float | None = None
 
     @property
     def shrink(self) -> float | Tensor:
-        """The share ηλ of the singular values' distance to their target that a step takes away."""
+        """The share ηλ of the singular values' distance to their target that a step takes away.
+
+        A float, 0-dim or (batch,), like the learning rate.
+        """
         return self.lr * self.weight_decay
+
+    def shrink_of(self, like: Tensor) -> float | Tensor:
+        """The same share, to be multiplied with ``like`` (batch, ...)."""
+        shrink = self.shrink
+        # A 0-dim tensor stays one, so that it does not widen what it is multiplied with.
+        if isinstance(shrink, Tensor) and shrink.dim():
+            return tall.per_member(shrink, like)
+        return shrink
 
     @property
     def bounded(self) -> bool:
@@ -63,9 +78,10 @@ class StepOptions:
         """An upper bound on the length of the step, where the host knows one."""
         if not self.bounded:
             return None
-        if isinstance(self.lr, Tensor):
+        lr = self.lr if self.longest is None else self.longest
+        if isinstance(lr, Tensor):
             return LONGEST_CAPTURED if self.capturable else None
         if torch.compiler.is_compiling():
             # A bound that a changing learning rate stays below, so that nothing compiles again.
-            return _COMMON_REACH if self.lr <= _COMMON_REACH else None
-        return self.lr
+            return _COMMON_REACH if lr <= _COMMON_REACH else None
+        return lr
