@@ -315,7 +315,7 @@ def test_shown_as_which_parameter_goes_where() -> None:
     total = sum(p.numel() for p in model.parameters())
     assert lines[0] == f"CombinedOptimizer of {total:,} elements ("
     assert lines[1].startswith(
-        "  [0] RiemannianSGD(geometry=fixed-embedded, lr=0.5, momentum=0.9, "
+        "  [0] RiemannianSGD(geometry=fixed-quotient, lr=0.5, momentum=0.8, "
     )
     assert lines[1].endswith(": 12 products, 1,224 elements")
     assert lines[2:5] == [

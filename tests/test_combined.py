@@ -33,12 +33,14 @@ def apart(model: Language, base: str) -> list[Optimizer]:
         {"params": [p for _, p in rest if p.dim() == 2]},
         {"params": [p for _, p in rest if p.dim() != 2], "weight_decay": 0.0},
     ]
+    for grid in grids:
+        grid.rate = 8.0 if str(grid.name).endswith(".vo") else 1.0
     products = RiemannianSGD(
         grids,
         0.05,
-        geometry="fixed-embedded",
-        normalize="schatten-inf",
-        momentum=0.9,
+        geometry="fixed-quotient",
+        normalize="whitened",
+        momentum=0.8,
         nesterov=True,
     )
     if base == "adamw":

@@ -40,7 +40,7 @@ def test_the_parts_apart_take_the_place_of_the_optimizer() -> None:
     exec(compile(f"{head}\n{parts}\nx = {loop}", "README.md", "exec"), scope)
     x, model, optimizers = scope["x"], scope["model"], (scope["optimizer"], scope["others"])
     assert isinstance(optimizers[0], rankfold.RiemannianSGD)
-    assert optimizers[0].param_groups[0]["normalize"] == "schatten-inf"
+    assert optimizers[0].param_groups[0]["normalize"] == "whitened"
     updated = [id(p) for o in optimizers for group in o.param_groups for p in group["params"]]
     assert sorted(updated) == sorted(id(p) for p in model.parameters())
     fresh = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)

@@ -25,6 +25,20 @@ def test_a_model_gets_its_attention_products() -> None:
     assert not rankfold.geometries.is_isometry(RECOMMENDED["geometry"])
 
 
+def test_value_output_products_take_longer_steps() -> None:
+    """Though both kinds lie in one weight; the grids given are left as they are."""
+    model = nn.TransformerEncoderLayer(16, 2)
+    grids = rankfold.attention_grids(model)
+    for optimizer, share in (
+        (rankfold.recommended(model), 8.0),
+        (rankfold.recommended(grids, vo_rate=2.0), 2.0),
+        (rankfold.recommended([{"grids": grids}], vo_rate=1.0), 1.0),
+    ):
+        rates = {grid.name: grid.rate for grid in optimizer.param_groups[0]["grids"]}
+        assert rates == {"self_attn.qk": 1.0, "self_attn.vo": share}
+    assert [grid.rate for grid in grids] == [1.0, 1.0]
+
+
 def test_grids_are_taken_as_they_are_and_trained() -> None:
     """Of any kind RiemannianSGD takes, from factors that are not orthonormal."""
     for form in (lambda g: g, lambda g: [g], lambda g: [{"grids": [g], "momentum": 0.5}]):

@@ -114,8 +114,11 @@ def _check_momentum(options: Mapping[str, Any]) -> None:
         )
 
 
-def check_decay(options: Mapping[str, Any]) -> None:
-    """Raise if an option of weight decay is out of range; the learning rate may have changed."""
+def check_decay(options: Mapping[str, Any], share: float = 1.0) -> None:
+    """Raise if an option of weight decay is out of range; the learning rate may have changed.
+
+    ``share`` is what a grid takes of it.
+    """
     decay, target, lr = options["weight_decay"], options["decay_to"], options["lr"]
     for option, value in (("weight_decay", decay), ("decay_to", target)):
         if not (math.isfinite(value) and value >= 0):
@@ -127,10 +130,10 @@ def check_decay(options: Mapping[str, Any]) -> None:
         )
     if target and not decay:
         raise ValueError("decay_to is where weight_decay leads, and needs one above 0")
-    if not isinstance(lr, Tensor) and lr * decay >= 1:
+    if not isinstance(lr, Tensor) and share * lr * decay >= 1:
         raise ValueError(
             f"lr times weight_decay must be below 1, the share of a weight that a step may take, "
-            f"got {lr} · {decay}"
+            f"got {share * lr} · {decay}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,42 +11,68 @@ from torch import Tensor, nn
 
 from .adapters import attention_grids
 from .factors import Grid
+from .groups import as_grid_list
 from .optimizer import RiemannianSGD
 
-# Provisional: from first looks, until the contest (docs/lab.md) is run. Of fixed rank, since
-# isometries would need factors that start orthonormal.
+# Provisional: from the contest's tuning on one seed, until it is run whole (docs/lab.md). Of fixed
+# rank, since isometries would need factors that start orthonormal.
 RECOMMENDED: Mapping[str, Any] = MappingProxyType(
     {
-        "geometry": "fixed-embedded",
-        "normalize": "schatten-inf",
-        "momentum": 0.9,
+        "geometry": "fixed-quotient",
+        "normalize": "whitened",
+        "momentum": 0.8,
         "nesterov": True,
-        "lr": 2.0**-7,
+        "lr": 2.0**-8,
     }
 )
+VALUE_OUTPUT_RATE = 8.0
 
 
 def recommended(
     model_or_grids: nn.Module | Grid | Iterable[Grid] | Iterable[dict[str, Any]],
     lr: float | Tensor | None = None,
+    *,
+    vo_rate: float = VALUE_OUTPUT_RATE,
     **overrides: Any,
 ) -> RiemannianSGD:
     """The optimizer to begin with.
 
     Args:
         model_or_grids: a model, of which it takes `attention_grids`, or what `RiemannianSGD` takes.
-        lr: learning rate, the largest singular value of a step of the product. The default,
-            2⁻⁷, is for factors with singular values of about one.
+        lr: learning rate: every singular value that a step of one factor changes in a product. The
+            default, 2⁻⁸, is for factors with singular values of about one.
+        vo_rate: what the `Grid.rate` of value·output products is multiplied by. These are known by
+            their names, as `attention_grids` gives them: ``"….vo"``.
         overrides: options of `RiemannianSGD`, in place of those recommended.
 
-    The choice is fixed-embedded geometry, normalize "schatten-inf", momentum 0.9 and nesterov. It
-    is provisional: from first looks, not yet from the contest. Parameters outside of the products
-    need an optimizer of their own, such as AdamW.
+    The choice is fixed-quotient geometry, normalize "whitened", momentum 0.8 and nesterov. It is
+    provisional: from the contest's tuning on one seed. Parameters outside of the products need an
+    optimizer of their own, such as AdamW.
     """
-    grids = (
-        attention_grids(model_or_grids) if isinstance(model_or_grids, nn.Module) else model_or_grids
+    if isinstance(model_or_grids, nn.Module):
+        model_or_grids = attention_grids(model_or_grids)
+    given: list[Any] = (
+        [model_or_grids] if isinstance(model_or_grids, Grid) else list(model_or_grids)
     )
+    groups = given if given and isinstance(given[0], dict) else [{"grids": given}]
     options = {**RECOMMENDED, **overrides}
     if lr is not None:
         options["lr"] = lr
-    return RiemannianSGD(grids, **options)
+    rated = [
+        {**group, "grids": [_at_rate(grid, vo_rate) for grid in as_grid_list(group)]}
+        for group in groups
+    ]
+    return RiemannianSGD(rated, **options)
+
+
+def is_value_output(grid: Grid) -> bool:
+    """Whether it is of value·output products, by its name."""
+    return str(grid.name).rpartition(".")[2] == "vo"
+
+
+def _at_rate(grid: Grid, vo_rate: float) -> Grid:
+    if not is_value_output(grid):
+        return grid
+    faster = copy.copy(grid)
+    faster.rate = vo_rate * grid.rate
+    return faster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -164,6 +165,7 @@ class Grid:
         groups: members the blocks are dealt to, in contiguous runs of equal length, the way query
             heads belong to key/value heads. Each member is one product of I × J blocks.
         name: how errors and diagnostics call this grid; its members are ``name[g]``.
+        rate: its learning rate, as a multiple of that of its parameter group.
     """
 
     def __init__(
@@ -173,12 +175,16 @@ class Grid:
         *,
         groups: int = 1,
         name: str | None = None,
+        rate: float = 1.0,
     ) -> None:
         self.name = name
+        self.rate = rate
         self.groups = groups
         self.left = _as_factors(left)
         self.right = _as_factors(right)
         label = "grid" if name is None else f"grid {name!r}"
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"{label}: rate must be finite and not negative, got {rate}")
         for side in ("left", "right"):
             factors: list[Factor] = getattr(self, side)
             if not factors:
@@ -207,9 +213,9 @@ class Grid:
         require_disjoint([(f"{label}: {side}[{k}]", factor) for side, k, factor in self.factors()])
 
     def __repr__(self) -> str:
-        return (
-            f"Grid(name={self.name!r}, left={self.left}, right={self.right}, groups={self.groups})"
-        )
+        rate = "" if self.rate == 1 else f", rate={self.rate:g}"
+        inside = f"left={self.left}, right={self.right}, groups={self.groups}{rate}"
+        return f"Grid(name={self.name!r}, {inside})"
 
     @property
     def lefts(self) -> int:

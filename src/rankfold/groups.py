@@ -89,41 +89,59 @@ class Rate(NamedTuple):
         return self
 
 
-class Owners:
-    """Which groups, by position, the members of a stack belong to."""
+class Owner(NamedTuple):
+    """What sets a member's learning rate: its group, by position, and its grid's share of it."""
 
-    def __init__(self, stack: Stack, owner_of: Mapping[str, int]) -> None:
+    group: int
+    share: float
+
+    def rate(self, groups: Sequence[Group]) -> Any:
+        """As it is now; 0-dim, so that a float64 tensor does not widen float32 steps."""
+        lr = groups[self.group]["lr"]
+        lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
+        return lr if self.share == 1 else self.share * lr
+
+    def is_like(self, other: Owner, groups: Sequence[Group]) -> bool:
+        """Whether both have one learning rate now, as far as can be told without a look at it."""
+        mine, theirs = (groups[owner.group]["lr"] for owner in (self, other))
+        same = mine is theirs if isinstance(mine, Tensor) else mine == theirs
+        return same and self.share == other.share
+
+
+class Owners:
+    """Whose the members of a stack are."""
+
+    def __init__(self, stack: Stack, owner_of: Mapping[str, Owner]) -> None:
         owners = [owner_of[member.rpartition("[")[0]] for member in stack.members]
-        self.groups = sorted(set(owners))
+        self.distinct = sorted(set(owners))
         self._dtype = stack.dtype
         device = stack.sources[0].left[0].params[0].device
         # Made with the plan: a copy to the device waits for it, and no graph could record it.
-        places = [self.groups.index(owner) for owner in owners]
-        self._places = torch.tensor(places, device=device) if len(self.groups) > 1 else None
+        places = [self.distinct.index(owner) for owner in owners]
+        self._places = torch.tensor(places, device=device) if len(self.distinct) > 1 else None
 
     def rate(self, groups: Sequence[Group]) -> Rate:
         """The members' learning rates as they are now, without a look at tensors."""
-        rates: list[Any] = [groups[index]["lr"] for index in self.groups]
-        tensors = isinstance(rates[0], Tensor)
-        same = all(lr is rates[0] if tensors else lr == rates[0] for lr in rates)
-        if self._places is None or same:
-            # 0-dim, so that a float64 learning rate does not widen float32 steps.
-            return Rate(rates[0].reshape(()) if tensors else rates[0])
+        first = self.distinct[0]
+        if self._places is None or all(owner.is_like(first, groups) for owner in self.distinct):
+            return Rate(first.rate(groups))
+        rates = [owner.rate(groups) for owner in self.distinct]
         # Filled one by one: a list of numbers would be copied from the host, and a graph is to read
         # tensors where they are.
         table = torch.empty(len(rates), dtype=self._dtype, device=self._places.device)
         for entry, lr in zip(table.unbind(), rates, strict=True):
-            entry.fill_(lr.reshape(()) if tensors else lr)
-        return Rate(table.index_select(0, self._places), None if tensors else max(rates))
+            entry.fill_(lr)
+        longest = None if isinstance(rates[0], Tensor) else max(rates)
+        return Rate(table.index_select(0, self._places), longest)
 
 
 class JointPlan:
     """A plan for grids of groups that step together, and whose its members are."""
 
-    def __init__(self, plan: Plan, owner_of: Mapping[str, int]) -> None:
+    def __init__(self, plan: Plan, owner_of: Mapping[str, Owner]) -> None:
         self.plan = plan
         self._owners = {id(stack): Owners(stack, owner_of) for stack in plan.stacks}
-        self.groups = sorted({k for owners in self._owners.values() for k in owners.groups})
+        self.owners = sorted({x for owners in self._owners.values() for x in owners.distinct})
 
     @uncompiled
     def rates(self, groups: Sequence[Group]) -> dict[int, Rate]:

@@ -15,7 +15,7 @@ from .diagnostics import measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
 from .geometries import EVENTS, geometry_for, is_isometry, scale
-from .groups import Group, JointPlan, Rate, alike, as_grid_list, name_grids, step_options
+from .groups import Group, JointPlan, Owner, Rate, alike, as_grid_list, name_grids, step_options
 from .movers import Mover, chunks, movers
 from .precision import current_device, exact_arithmetic
 from .stacks import Plan, Stack, TensorOf, grad_of, itself, plans_for
@@ -221,7 +221,7 @@ class RiemannianSGD(StatefulOptimizer):
     def _plans_of(self, together: list[int]) -> list[JointPlan]:
         """Plans for those of their grids with gradients now, kept until these or dtypes change."""
         active = [
-            (index, name, grid)
+            (Owner(index, grid.rate), name, grid)
             for index, group in ((index, self.param_groups[index]) for index in together)
             for name, grid in zip(group["grid_names"], group["grids"], strict=True)
             if checks.has_gradients(name, grid)
@@ -233,7 +233,7 @@ class RiemannianSGD(StatefulOptimizer):
             if len(self._plans) >= _MOST_PLANS:
                 self._counted = self._count_all()
                 self._plans.clear()
-            owner_of = {name: index for index, name, _ in active}
+            owner_of = {name: owner for owner, name, _ in active}
             plans = plans_for([(name, grid) for _, name, grid in active])
             self._plans[key] = [JointPlan(plan, owner_of) for plan in plans]
         return self._plans[key]
@@ -241,8 +241,8 @@ class RiemannianSGD(StatefulOptimizer):
     @uncompiled
     def _look(self, group: Group, joint: JointPlan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
-        for index in joint.groups:
-            checks.check_decay(self.param_groups[index])
+        for owner in joint.owners:
+            checks.check_decay(self.param_groups[owner.group], owner.share)
         plan = joint.plan
         if group["on_nonfinite"] == "raise":
             for mover in movers(plan, {"grad": grad_of}):

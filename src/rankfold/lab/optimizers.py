@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from ..defaults import is_value_output
 from ..factors import Grid
 from ..geometries import is_isometry
 from ..geometries.terms import LONGEST_CAPTURED
@@ -112,22 +113,19 @@ class Riemannian:
 
     def __init__(self, grids: Sequence[Grid], config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
-        parts = by_rate(grids, config.vo_rate)
-        self.shares = [share for _, share in parts]
+        for grid in grids:
+            grid.rate = config.vo_rate if is_value_output(grid) else 1.0
         self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
         bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
         p = exponent(config.normalize)
         recordable = (p is None or by_products(p)) and not (
-            bounded and config.lr * max(self.shares) > LONGEST_CAPTURED
+            bounded and config.lr * max(1.0, config.vo_rate) > LONGEST_CAPTURED
         )
         self.capturable = graph and recordable
         beside = grids[0].params()[0]
         self.inner = RiemannianSGD(
-            [
-                {"grids": part, "lr": _rate(config.lr * share, beside, self.capturable)}
-                for part, share in parts
-            ],
+            grids,
             _rate(config.lr, beside, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
@@ -155,7 +153,7 @@ class Riemannian:
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step, which that of a scale follows."""
-        _set_rate(self.inner, lr, shares=self.shares)
+        _set_rate(self.inner, lr)
         if self.scale_share is not None:
             _set_rate(self.inner, self.scale_share * lr, "scale_lr")
 
@@ -203,8 +201,8 @@ def by_rate(grids: Sequence[Grid], vo_rate: float) -> list[tuple[list[Grid], flo
     """Grids that go by one learning rate, and its share: value·output ones by ``vo_rate``."""
     if vo_rate == 1:
         return [(list(grids), 1.0)]
-    of_kind = {kind: [g for g in grids if str(g.name).endswith(kind)] for kind in (".qk", ".vo")}
-    return [(of_kind[".qk"], 1.0), (of_kind[".vo"], vo_rate)]
+    others = [grid for grid in grids if not is_value_output(grid)]
+    return [(others, 1.0), ([grid for grid in grids if is_value_output(grid)], vo_rate)]
 
 
 def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
@@ -212,15 +210,12 @@ def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
     return torch.tensor(lr, device=beside.device) if capturable else lr
 
 
-def _set_rate(
-    optimizer: Optimizer, rate: float, name: str = "lr", shares: Sequence[float] | None = None
-) -> None:
-    groups = optimizer.param_groups
-    for group, share in zip(groups, shares or [1.0] * len(groups), strict=True):
+def _set_rate(optimizer: Optimizer, rate: float, name: str = "lr") -> None:
+    for group in optimizer.param_groups:
         if isinstance(group[name], Tensor):
-            group[name].fill_(share * rate)
+            group[name].fill_(rate)
         else:
-            group[name] = share * rate
+            group[name] = rate
 
 
 def build(
