@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from rankfold.geometries import GEOMETRIES
-from rankfold.lab import records
+from rankfold.lab import graphs, records
 from rankfold.lab.config import (
     PRESETS,
     OptimizerConfig,
@@ -109,6 +111,26 @@ def test_learning_rates_rise_and_fall() -> None:
         assert all(x > y for x, y in pairwise(factors[10:]))
         assert 0 < factors[-1] < 0.02
     assert rate_factor(0, TrainingConfig(warmup=0)) == 1
+
+
+def test_nothing_is_collected_while_a_graph_is_recorded() -> None:
+    """Of what is there before, all; of what comes meanwhile, nothing."""
+    freed: list[str] = []
+
+    class Cycle:
+        def __init__(self, name: str) -> None:
+            self.itself = self
+            weakref.finalize(self, freed.append, name)
+
+    Cycle("before")
+    with graphs.nothing_collected():
+        assert freed == ["before"]
+        Cycle("meanwhile")
+        assert [[k] for k in range(10**5)]  # more than the collector waits for
+        assert freed == ["before"]
+    assert gc.isenabled()
+    gc.collect()
+    assert freed == ["before", "meanwhile"]
 
 
 # Optimizers --------------------------------------------------------------------------------------

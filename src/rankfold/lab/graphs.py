@@ -34,7 +34,7 @@ class Captured:
             return self._aside()
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with _nothing_collected(), torch.cuda.graph(self._graph):
+            with nothing_collected(), torch.cuda.graph(self._graph):
                 self._out = self._run()
         self._graph.replay()
         return None if self._out is None else self._out.clone()
@@ -49,7 +49,7 @@ class Captured:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """An earlier run's graphs are garbage in a cycle, and freeing one ends a recording."""
     gc.collect()
     enabled = gc.isenabled()
