@@ -172,6 +172,13 @@ def test_the_two_rates_are_tuned_one_by_one(tmp_path: Path) -> None:
     assert max(Counter(c.key for c in lab.made).values()) == 1
 
 
+def test_lines_that_cross_want_a_run_once(tmp_path: Path) -> None:
+    lab, held = Lab(tmp_path, bowl(CENTRES)), contest()
+    lab.make(next(held.rounds(Losses(tmp_path))))
+    wanted = [c.key for c in held.tuning_runs(held.cells()[0], Losses(tmp_path))]
+    assert len(wanted) == len(set(wanted)) == 3 * (3 + 2)
+
+
 def test_a_centre_that_is_off_is_left_behind(tmp_path: Path) -> None:
     best = CENTRES | {"muon": CENTRES["muon"] + 3, "adamw": CENTRES["adamw"] - 2}
     lab = Lab(tmp_path, bowl(best, momentum=0.9))

@@ -59,3 +59,12 @@ def test_everything_can_be_overridden() -> None:
         rankfold.recommended(Heads().grid(), rate=1)
     with pytest.raises(TypeError):
         RECOMMENDED["lr"] = 1.0  # type: ignore[index]
+
+
+def test_without_grids_there_is_nothing_to_optimize() -> None:
+    with pytest.raises(ValueError, match="no grids to optimize"):
+        rankfold.RiemannianSGD([], 0.1, geometry="fixed-quotient")
+    with pytest.raises(ValueError, match="no grids to optimize"):
+        rankfold.recommended([])
+    with pytest.raises(ValueError, match="no grids to optimize"):
+        rankfold.build_optimizer(nn.TransformerEncoderLayer(16, 2), grids=[])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,22 +45,12 @@ def let_down(xs: list[Tensor]) -> float:
     return max(float((1 - raised(share).sqrt()).max()) for share in shares)
 
 
-def gram_of(x: Tensor) -> Callable[[Tensor | None], Tensor]:
-    """Of X C, which is made, as a second pass needs it."""
-
-    def of(c: Tensor | None) -> Tensor:
-        turned = x if c is None else x @ c
-        return turned.mT @ turned
-
-    return of
-
-
 @pytest.mark.parametrize("p", EXPONENTS)
 def test_directions_are_of_norm_one_and_reach_the_dual_norm(p: float) -> None:
     """By Hölder's inequality nothing of norm 1 lies further along X than its dual norm."""
     xs = blocks()
     if p == math.inf:
-        cs = [schatten.whitening(gram_of(x[:, None]), 1, 2.0**-23).turn[:, 0] for x in xs]
+        cs = [schatten.whitening(x[:, None], None, 1, 2.0**-23).turn[:, 0] for x in xs]
     else:
         cs = schatten.directions([x.mT @ x for x in xs], p, 2.0**-23)
     found = [x @ c for x, c in zip(xs, cs, strict=True)]
@@ -102,7 +91,7 @@ def test_zero_stays_zero() -> None:
         if p < math.inf:
             for c in schatten.directions([zero, zero], p, 2.0**-23):
                 assert c.isfinite().all()
-    found = schatten.whitening(gram_of(zero[:, None]), 1, 2.0**-23)
+    found = schatten.whitening(zero[:, None], None, 1, 2.0**-23)
     assert found.turn.isfinite().all()
     assert not found.squares.any()
 
@@ -117,7 +106,7 @@ def test_whitening_in_float32_raises_what_its_gram_matrix_has_lost(floor: float)
     )
     values = 2.0 ** -torch.linspace(0, 11, 8, dtype=torch.float64)
     x = ((u * values) @ v.mT).float()
-    found = schatten.whitening(gram_of(x), 4, floor)
+    found = schatten.whitening(x, None, 4, floor)
     made = torch.linalg.svdvals(x.double() @ found.turn.double())
     squares = raised(values.square() / values.square().sum())
     if floor > 1:  # far above the norm: what the first pass lets down the second one leaves there

@@ -18,7 +18,7 @@ from . import adapters
 from .combined import CombinedOptimizer
 from .defaults import recommended
 from .factors import Grid, Region, describe
-from .groups import as_grid_list
+from .groups import as_grid_list, as_groups
 
 Group = dict[str, Any]
 Named = dict[str, Tensor]
@@ -129,9 +129,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _given_groups(
     grids: Grid | Iterable[Grid] | Iterable[Group], names: Mapping[int, str]
 ) -> list[Group]:
-    items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
-    written = items if items and isinstance(items[0], dict) else [{"grids": items}]
-    groups: list[Group] = [{**group, "grids": as_grid_list(group)} for group in written]
+    groups: list[Group] = [{**group, "grids": as_grid_list(group)} for group in as_groups(grids)]
     every = [grid for group in groups for grid in group["grids"]]
     for grid in every:
         for param in grid.params():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .adapters import attention_grids
 from .factors import Grid
-from .groups import as_grid_list
+from .groups import as_grid_list, as_groups
 from .optimizer import RiemannianSGD
 
 # Provisional: from the contest's tuning on one seed, until it is run whole (docs/lab.md). Of fixed
@@ -51,16 +51,12 @@ def recommended(
     """
     if isinstance(model_or_grids, nn.Module):
         model_or_grids = attention_grids(model_or_grids)
-    given: list[Any] = (
-        [model_or_grids] if isinstance(model_or_grids, Grid) else list(model_or_grids)
-    )
-    groups = given if given and isinstance(given[0], dict) else [{"grids": given}]
     options = {**RECOMMENDED, **overrides}
     if lr is not None:
         options["lr"] = lr
     rated = [
         {**group, "grids": [_at_rate(grid, vo_rate) for grid in as_grid_list(group)]}
-        for group in groups
+        for group in as_groups(model_or_grids)
     ]
     return RiemannianSGD(rated, **options)
 

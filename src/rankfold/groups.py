@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -15,6 +15,14 @@ from .geometries import Geometry, StepOptions
 from .stacks import Plan, Stack
 
 Group = dict[str, Any]
+
+
+def as_groups(grids: Grid | Iterable[Grid] | Iterable[Group]) -> list[Group]:
+    """Parameter groups from all that stands for them: a grid, grids, or dicts with grids."""
+    items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
+    if not items:
+        raise ValueError("there are no grids to optimize")
+    return items if isinstance(items[0], dict) else [{"grids": items}]
 
 
 def as_grid_list(group: Group) -> list[Grid]:

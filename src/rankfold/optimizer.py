@@ -15,7 +15,17 @@ from .diagnostics import measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
 from .geometries import EVENTS, geometry_for, is_isometry, scale
-from .groups import Group, JointPlan, Owner, Rate, alike, as_grid_list, name_grids, step_options
+from .groups import (
+    Group,
+    JointPlan,
+    Owner,
+    Rate,
+    alike,
+    as_grid_list,
+    as_groups,
+    name_grids,
+    step_options,
+)
 from .movers import Mover, chunks, movers
 from .precision import current_device, exact_arithmetic
 from .stacks import Plan, Stack, TensorOf, grad_of, itself, plans_for
@@ -138,10 +148,7 @@ class RiemannianSGD(StatefulOptimizer):
             "capturable": capturable,
             "on_nonfinite": on_nonfinite,
         }
-        items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
-        if not items:
-            raise ValueError("RiemannianSGD got no grids")
-        groups = items if isinstance(items[0], dict) else [{"grids": items}]
+        groups = as_groups(grids)
         self._recording = False
         self._reset_caches()
         super().__init__(groups, defaults)

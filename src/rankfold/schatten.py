@@ -1,9 +1,9 @@
-"""Steepest directions under Schatten norms, from Gram matrices alone.
+"""Steepest directions under Schatten norms, from Gram matrices.
 
 The Schatten-p norm of a matrix is the ℓᵖ norm of its singular values: p = 2 is Frobenius, p = ∞ the
 largest one. Of all D with ‖D‖_p ≤ 1, the one along which X lies furthest is X C, where C is a
 function of the r×r matrix XᵀX: for p = ∞ its inverse square root, so that X C has every singular
-value 1. No row of X is looked at.
+value 1. Rows of X meet in Gram matrices alone.
 
 Several matrices that go by one norm together are blocks of one block-diagonal matrix.
 """
@@ -11,7 +11,6 @@ Several matrices that go by one norm together are blocks of one block-diagonal m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -111,24 +110,24 @@ class Whitening(NamedTuple):
     squares: Tensor
 
 
-def whitening(gram_of: Callable[[Tensor | None], Tensor], partners: int, floor: float) -> Whitening:
+def whitening(x: Tensor, turn: Tensor | None, partners: int, floor: float) -> Whitening:
     """C_i for which each X_i C_i by itself has every singular value √partners.
 
-    ``gram_of(C)`` are (X_i C_i)ᵀ(X_i C_i), and without C the X_iᵀX_i, (batch, I, r, r), with X_i
-    what a factor's part does to all of its products side by side, so that the root mean square
-    over ``partners`` is 1. Norms below ``floor``, and far below that of the whole side, count as
+    X_i is ``x turn``, (batch, I, m, r) times (batch, 1, r, r), or ``x``: what a factor's part does
+    to all of its products side by side, so that the root mean square over ``partners`` is 1. Norms
+    below ``floor``, and far below that of the whole side, count as
     that, so that zero stays zero.
 
     Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
     Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
     one has raised. Those below 2⁻¹² count for less.
     """
-    gram = gram_of(None)
+    gram = tall.gram(x) if turn is None else tall.turned_gram(x, turn)
     own = trace(gram)
     least = (SMALLEST_PART * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
     scale = torch.maximum(own, least)
     first = inverse_root(gram, scale)
-    raised = gram_of(first)
+    raised = tall.turned_gram(x, first if turn is None else turn @ first)
     # What the floor has let down shall not be raised after all.
     second = inverse_root(raised, scale / own.clamp_min(_tiny(own)), _SMALLEST_RAISED)
     squares = linalg.squared_norm_weighted(second, raised)

@@ -10,7 +10,6 @@ Metric, gradient, transport and Schatten norms: `embedded`; p = 1 and whitened i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -103,8 +102,8 @@ class FixedEmbedded(EmbeddedGeometry):
         eye = linalg.identity_like(coords.k).expand_as(coords.k)
         c = coords.left.combine(coords.k, eye).view_as(left)
         d = coords.right.combine(coords.k.mT, eye).view_as(right)
-        turn_c = schatten.whitening(_gram_of(c), right.shape[1], floor).turn
-        turn_d = schatten.whitening(_gram_of(d), left.shape[1], floor).turn
+        turn_c = schatten.whitening(c, None, right.shape[1], floor).turn
+        turn_d = schatten.whitening(d, None, left.shape[1], floor).turn
         along_u = frame.left.inverse.mT @ (tall.overlap(left, c) @ turn_c).sum(1)
         along_v = frame.right.inverse.mT @ (tall.overlap(right, d) @ turn_d).sum(1)
         r_a, r_b = self.triangles(frame)
@@ -206,10 +205,6 @@ class FixedEmbedded(EmbeddedGeometry):
     def depart(self, frame: PairFrame, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=False)
         return Pair(kept.left.view_as(tangent.left), kept.right.view_as(tangent.right))
-
-
-def _gram_of(x: Tensor) -> Callable[[Tensor | None], Tensor]:
-    return lambda c: tall.gram(x) if c is None else tall.turned_gram(x, c)
 
 
 def _flat(pair: Pair) -> Pair:

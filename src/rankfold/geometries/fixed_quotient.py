@@ -15,7 +15,7 @@ Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -125,7 +125,7 @@ class FixedQuotient(Geometry):
         whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
         if p == math.inf:
             return self._whitened(frame, coords, whole, (1, 1), floor)
-        grams = [gram_of(None) for gram_of in self._grams(frame, whole)]
+        grams = [tall.turned_gram(x, c.lower[:, None]) for x, c in _partnered(frame, whole)]
         found = schatten.directions(grams, p, floor)
         squares = (
             linalg.squared_norm_weighted(c, gram) for c, gram in zip(found, grams, strict=True)
@@ -147,22 +147,11 @@ class FixedQuotient(Geometry):
     ) -> WeighedTangent:
         """Each of the ``parts`` (batch, parts, m, r) of the vector by itself."""
         found = [
-            schatten.whitening(gram_of, count, floor)
-            for gram_of, count in zip(self._grams(frame, parts), partners, strict=True)
+            schatten.whitening(x, partner.lower[:, None], count, floor)
+            for (x, partner), count in zip(_partnered(frame, parts), partners, strict=True)
         ]
         turns, squares = zip(*found, strict=True)
         return self._turned(frame, coords, parts, turns, squares)
-
-    def _grams(self, frame: GramFrame, parts: Pair) -> list[Callable[[Tensor | None], Tensor]]:
-        """For each side, what makes (X C)ᵀ(X C) of all X = Ξ_A L_B or Ξ_B L_A of its ``parts``."""
-
-        def of(x: Tensor, lower: Tensor) -> Callable[[Tensor | None], Tensor]:
-            return lambda c: tall.turned_gram(x, lower if c is None else lower @ c)
-
-        return [
-            of(parts.left, frame.right.lower[:, None]),
-            of(parts.right, frame.left.lower[:, None]),
-        ]
 
     def _turned(
         self,
@@ -172,11 +161,14 @@ class FixedQuotient(Geometry):
         turns: Iterable[Tensor],
         squares: Iterable[Tensor],
     ) -> WeighedTangent:
-        """The vector with X C in place of these X, for ``turns`` C and their ``squares`` ‖X C‖²."""
+        """The vector with X C in place of X = Ξ_A L_B, Ξ_B L_A of its ``parts``.
+
+        ``turns`` are the C and ``squares`` the ‖X C‖², side by side.
+        """
         made = (
-            tall.turn(x, side.lower[:, None] @ c @ side.inverse[:, None]).view_as(old)
-            for x, side, c, old in zip(
-                parts, (frame.right, frame.left), turns, coords.vector, strict=True
+            tall.turn(x, partner.lower[:, None] @ c @ partner.inverse[:, None]).view_as(old)
+            for (x, partner), c, old in zip(
+                _partnered(frame, parts), turns, coords.vector, strict=True
             )
         )
         return WeighedTangent(Pair(*made), *(square.sum(1) for square in squares))
@@ -231,6 +223,11 @@ class FixedQuotient(Geometry):
         left = tall.turn(flatten_blocks(tangent.left), turns.right_inverse)
         right = tall.turn(flatten_blocks(tangent.right), turns.left_inverse)
         return Pair(left.view_as(tangent.left), right.view_as(tangent.right))
+
+
+def _partnered(frame: GramFrame, parts: Pair) -> Iterator[tuple[Tensor, Cholesky]]:
+    """Each side of a vector with the factored Gram matrix that weighs it: the other side's."""
+    return zip(parts, (frame.right, frame.left), strict=True)
 
 
 def _entry_bound(

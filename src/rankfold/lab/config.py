@@ -115,7 +115,7 @@ class RunConfig:
             f"{group}.{name}": value
             for group, options in self.as_dict().items()
             for name, value in options.items()
-            if (group, name) not in WITHOUT_INFLUENCE and value != _DEFAULTS[group][name]
+            if (group, name) not in WITHOUT_INFLUENCE and value != DEFAULTS[group][name]
         }
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:10]
         kind = "mha" if self.model.kv_heads == self.model.heads else "gqa"
@@ -210,7 +210,7 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
 
 
-_DEFAULTS = RunConfig().as_dict()
+DEFAULTS = RunConfig().as_dict()
 
 
 def _paper(model: str) -> RunConfig:

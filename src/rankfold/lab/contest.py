@@ -312,13 +312,14 @@ class Contest:
         self, cell: Cell, method: Method, losses: Losses
     ) -> tuple[list[RunConfig], Choice | None]:
         """The runs that tuning is known to want, and what it chooses once all of them ended."""
-        runs: list[RunConfig] = []
+        wanted: dict[str, RunConfig] = {}
         centre = method.centres[self.preset]
         choice, lines = Choice(Setting(centre, centre, _MOMENTUM), math.inf, True), LINES
         if cell.steps > self.shortest:
             runs, chosen = self.tuning(replace(cell, steps=self.shortest), method, losses)
             if chosen is None or math.isinf(chosen.loss):
                 return runs, chosen
+            wanted = {run.key: run for run in runs}
             choice, lines = replace(chosen, interior=True), LONGER_LINES
         for line in lines:
             best = choice.setting
@@ -330,16 +331,16 @@ class Contest:
                 return losses.of(at(k))
 
             places = grown(line.start, loss) if line.grows else list(line.start)
-            runs += [at(k) for k in places]
+            wanted |= {run.key: run for run in map(at, places)}  # lines cross
             found = {k: value for k in places if (value := loss(k)) is not None}
             if len(found) < len(places):
-                return runs, None
+                return list(wanted.values()), None
             k = min(found, key=found.__getitem__)
             inside = not line.grows or k not in (places[0], places[-1])
             choice = Choice(line.at(best, k), found[k], choice.interior and inside)
             if math.isinf(choice.loss):
                 break
-        return list({run.key: run for run in runs}.values()), choice
+        return list(wanted.values()), choice
 
     def finals(self, cell: Cell, method: Method, choice: Choice | None) -> list[RunConfig]:
         """The runs of the comparison, none before a method is tuned or if it always diverged."""

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 
 from ..bench.report import device_name
-from .config import RunConfig
+from .config import DEFAULTS, RunConfig
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
-_DEFAULTS = RunConfig().as_dict()
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def read_run(folder: Path) -> Run:
             if name in line:
                 add(curves[name], step, line[name])
     # A version with fewer options ran as the others' defaults say.
-    config = {g: {**options, **written["config"][g]} for g, options in _DEFAULTS.items()}
+    config = {g: {**options, **written["config"][g]} for g, options in DEFAULTS.items()}
     return Run(
         key=written["key"],
         folder=folder,
