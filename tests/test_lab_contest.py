@@ -136,8 +136,9 @@ def test_all_are_tuned_alike_and_compared_on_fresh_seeds(tmp_path: Path) -> None
         assert [away(c, CENTRES[name]) for c in tuning] == [
             *((-1, -1, 0.9), (0, 0, 0.9), (1, 1, 0.9)),  # both rates
             *((0, -1, 0.9), (0, 1, 0.9)),  # that of value·output products
-            *((-1, 0, 0.9), (1, 0, 0.9)),  # that of query·key products
             *((0, 0, 0.6), (0, 0, 0.8), (0, 0, 0.95)),
+            *((-1, 0, 0.95), (1, 0, 0.95)),  # that of query·key products
+            *((0, -1, 0.95), (0, 1, 0.95)),  # and once more
         ]
         finals = runs[len(tuning) :]
         assert [c.training.seed for c in finals] == list(range(8))
@@ -170,6 +171,22 @@ def test_the_two_rates_are_tuned_one_by_one(tmp_path: Path) -> None:
         assert choice.setting == Setting(CENTRES[name], CENTRES[name] + 3, 0.95)
         assert choice.interior
     assert max(Counter(c.key for c in lab.made).values()) == 1
+
+
+def test_rates_that_another_momentum_wants_are_found(tmp_path: Path) -> None:
+    even, moved = bowl(CENTRES, momentum=0.8), {name: k + 1 for name, k in CENTRES.items()}
+
+    def loss(config: RunConfig) -> float:
+        at_first = config.optimizer.momentum == 0.9
+        return even(config) if at_first else bowl(moved, momentum=0.8, vo=-1)(config) - 9
+
+    lab, held = Lab(tmp_path, loss), contest()
+    run_contest(held, tmp_path, lab.make, "tune")
+    for name in held.methods:
+        choice = held.tuning(held.cells()[0], METHODS[name], Losses(tmp_path))[1]
+        assert choice is not None
+        assert choice.setting == Setting(CENTRES[name] + 1, CENTRES[name], 0.8)
+        assert choice.interior
 
 
 def test_lines_that_cross_want_a_run_once(tmp_path: Path) -> None:
@@ -449,12 +466,12 @@ def test_where_a_contest_stands(tmp_path: Path) -> None:
     assert "tuning 0 of 9 runs known so far, comparison 0 of 6, 600 steps left" in fresh
     lab = Lab(tmp_path, bowl(CENTRES))
     run_contest(held, tmp_path, lab.make, "tune")
-    assert "tuning 30 of 30" in standing(held, tmp_path)
+    assert "tuning 36 of 36" in standing(held, tmp_path)
     assert "comparison 0 of 6, about 0 min left at 10.0 ms a step" in standing(held, tmp_path)
     run_contest(held, tmp_path, lab.make)
     text = standing(held, tmp_path)
     assert "comparison 6 of 6" in text
-    assert text.count("finished") == 36
+    assert text.count("finished") == 42
 
 
 # The command -------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
 
 1. At the shortest horizon, one line of settings after the other, each through the best so far: the
    learning rate of all products, in powers of two from the method's centre; that of value·output
-   products alone; that of query·key products alone; the momentum. Where the best rate is the first
-   or the last of its line, the line grows by one rate at that end, until it is neither.
+   products alone; the momentum; and then, as another momentum wants other rates, that of query·key
+   products and once more that of value·output ones. Where the best rate is the first or the last of
+   its line, the line grows by one rate at that end, until it is neither.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
    rule. All else stays.
 3. The best setting is run on the seeds from 0 on.
@@ -186,13 +187,13 @@ def _both(best: Setting, k: int) -> Setting:
     return best._replace(qk=best.qk + k, vo=best.vo + k)
 
 
-# Tuned one after the other.
-LINES: tuple[Line, ...] = (
-    Line(_both),
-    Line(lambda best, k: best._replace(vo=best.vo + k)),
-    Line(lambda best, k: best._replace(qk=best.qk + k)),
-    Line(lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False),
+_QUERY_KEY = Line(lambda best, k: best._replace(qk=best.qk + k))
+_VALUE_OUTPUT = Line(lambda best, k: best._replace(vo=best.vo + k))
+_SMOOTHER = Line(
+    lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False
 )
+# Tuned one after the other.
+LINES: tuple[Line, ...] = (Line(_both), _VALUE_OUTPUT, _SMOOTHER, _QUERY_KEY, _VALUE_OUTPUT)
 LONGER_LINES: tuple[Line, ...] = (Line(_both, (-1, 0)),)
 
 
