@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from peft.optimizers import create_riemannian_optimizer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from rankfold import Factor, Grid, RiemannianSGD, full_rank_start_
 
@@ -110,10 +112,45 @@ def test_without_the_adapter_it_is_the_base_model() -> None:
     torch.testing.assert_close(model(X), plain)
     model.set_adapter("default")
     kept = model(X)
-    model.merge_adapter()
-    torch.testing.assert_close(model(X), kept, rtol=1e-5, atol=1e-6)
     start.remove()
     assert not torch.allclose(model(X), kept)
+
+
+class Turned(Net):
+    """Weights stored the other way, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Conv1D(20, 12), Conv1D(12, 20)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Net, Turned])
+def test_merged_weights_compute_the_same(kind: type[nn.Module]) -> None:
+    """In the model, taken out again, and in a copy that is a plain model afterwards."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["up", "down"], fan_in_fan_out=kind is Turned
+    )
+    model: Any = peft.get_peft_model(kind(), config)
+    start = full_rank_start_(model, size=0.5)
+    trained(model, X)
+    copied = copy.deepcopy(model)
+    trained(model, X)
+    for each in (model, copied):
+        expected = each(X)
+        each.merge_adapter()
+        torch.testing.assert_close(each(X), expected, rtol=1e-5, atol=1e-6)
+        if each is model:
+            with pytest.raises(RuntimeError, match="unmerge it first"):
+                start.remove()
+        each.unmerge_adapter()
+        torch.testing.assert_close(each(X), expected, rtol=1e-5, atol=1e-6)
+        plain = copy.deepcopy(each).merge_and_unload()
+        torch.testing.assert_close(plain(X), expected, rtol=1e-5, atol=1e-6)
+    start.remove()
+    removed = model(X)
+    assert not torch.allclose(removed, expected)
+    torch.testing.assert_close(model.merge_and_unload()(X), removed, rtol=1e-5, atol=1e-6)
 
 
 def test_a_layer_in_two_places_starts_once() -> None:

@@ -3,7 +3,7 @@
 LoRA begins with B = 0, where a matrix of rank r has no tangent space. Here the adapter begins at an
 orthonormal product B₀A₀ instead, and a hook takes that same product away again: the model computes
 ``W + s (B A − B₀ A₀)``. The base weights are not touched. What is saved is a plain adapter of rank
-2r, with factors (B, −B₀) and (A; A₀).
+2r, with factors (B, −B₀) and (A; A₀); what PEFT merges into base weights is the difference, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import zlib
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,8 @@ def full_rank_start_(
             run, call this with the same seed on the fresh model, then load the adapter's weights.
 
     Returns what saves the adapter. Keep it: with the model's own `save_pretrained` the part that
-    is taken away would be lost. With dropout in the adapter the model is unchanged on average.
+    is taken away would be lost. Merging (`merge_and_unload`) is right as it is. With dropout in the
+    adapter the model is unchanged on average.
     """
     layers = _linear_layers(model, adapter)
     for name, layer in layers:
@@ -77,10 +79,16 @@ class FullRankStart:
         self._handles: list[RemovableHandle] = [
             start.layer.register_forward_hook(self._hook(start)) for start in started.values()
         ]
+        self._removed = False
+        for start in started.values():
+            # A method, not a closure over the layer: a copy of the model then merges its own.
+            start.layer.get_delta_weight = MethodType(self._delta(start), start.layer)
 
     def _hook(self, start: _Start) -> Any:
         def take_away(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if layer.disable_adapters or self._adapter not in layer.active_adapters:
+                return output
+            if self._adapter in layer.merged_adapters:  # the weights have the difference in them
                 return output
             a, b = (x.to(output.device, output.dtype) for x in (start.a, start.b))
             begun = functional.linear(functional.linear(inputs[0].to(a.dtype), a), b)
@@ -88,8 +96,27 @@ class FullRankStart:
 
         return take_away
 
+    def _delta(self, start: _Start) -> Any:
+        """What PEFT merges: of this adapter s (B A − B₀ A₀), of others what it was."""
+        plain = start.layer.get_delta_weight.__func__
+
+        def get_delta_weight(layer: Any, adapter: str) -> Tensor:
+            delta: Tensor = plain(layer, adapter)
+            if self._removed or adapter != self._adapter:
+                return delta
+            a, b = (x.to(delta.device, delta.dtype) for x in (start.a, start.b))
+            begun = float(layer.scaling[adapter]) * (b @ a)
+            return delta - (begun.mT if layer.fan_in_fan_out else begun)
+
+        return get_delta_weight
+
     def remove(self) -> None:
-        """Take the hooks off: the model then has B₀A₀ in it."""
+        """Take the hooks off: the model then has B₀A₀ in it. Not while the adapter is merged."""
+        if any(self._adapter in start.layer.merged_adapters for start in self._started.values()):
+            raise RuntimeError(
+                f"the adapter {self._adapter!r} is merged, without B₀A₀; unmerge it first"
+            )
+        self._removed = True
         for handle in self._handles:
             handle.remove()
 
