@@ -285,6 +285,9 @@ def test_other_refusals() -> None:
         rankfold.build_optimizer(model, base=torch.optim.LBFGS)
     with pytest.raises(TypeError, match="a class of torch optimizers"):
         rankfold.build_optimizer(model, base=nn.Linear)  # type: ignore[arg-type]
+    for no_model in (model.parameters(), [*model.parameters()]):
+        with pytest.raises(TypeError, match="expected a model"):
+            rankfold.build_optimizer(no_model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no attention products found in Linear"):
         rankfold.build_optimizer(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="rate"):

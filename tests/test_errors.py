@@ -83,7 +83,10 @@ def test_factor_of_the_wrong_kind() -> None:
 def test_grid() -> None:
     p, q, wide = weight(8, 6), weight(7, 5), weight(2, 4)
     bad: list[tuple[Callable[[], object], tuple[str, ...]]] = [
-        (lambda: Grid(p, q, name="w"), ("grid 'w'", "right[0] has rank 5", "left[0] has 6")),
+        (
+            lambda: Grid(p, q, name="w"),
+            ("grid 'w'", "right[0] has rank 5", "left[0] has 6", "axis=0"),
+        ),
         (
             lambda: Grid([p, Factor(q, axis=0)], weight(9, 6)),
             ("cannot form a product", "left[1] has rank 7", "(7, 5)"),
@@ -150,6 +153,15 @@ def test_the_same_part_of_a_parameter_twice() -> None:
 # Construction -----------------------------------------------------------------------------------
 
 BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    *(({"lr": lr}, ("lr must be a number", f"got {lr!r}")) for lr in (None, "0.1", [0.1])),
+    *(
+        ({option: "0.5"}, (f"{option} must be a number, got '0.5'",))
+        for option in ("momentum", "second_moment", "weight_decay", "decay_to", "norm_floor")
+    ),
+    *(
+        ({option: "0.5"}, (f"{option} must be a number, got '0.5'",))
+        for option in ("damping", "rank_floor", "scale_lr", "trust_region")
+    ),
     *(
         ({"lr": lr}, ("lr must be finite and not negative", f"got {lr}"))
         for lr in (-0.1, math.nan, math.inf, -math.inf)
@@ -213,14 +225,15 @@ def test_options(options: dict[str, Any], words: tuple[str, ...]) -> None:
     """Refused of the whole optimizer, and of a group added to one, which stays as it was."""
     model, other = Toy(), Toy()
     good: dict[str, Any] = {"lr": 0.1, "geometry": "fixed-embedded"}
-    with unchanged(model.parameters()), pytest.raises(ValueError, match=saying(*words)):
+    refused = pytest.raises((ValueError, TypeError), match=saying(*words))
+    with unchanged(model.parameters()), refused:
         RiemannianSGD(model.grids(), **{**good, **options})
     first = rename(other, "first")
     optimizer = RiemannianSGD(first, **good, momentum=0.5)
     train(other, optimizer, [0])
     with (
         unchanged([*model.parameters(), *other.parameters()], optimizer),
-        pytest.raises(ValueError, match=saying(*words)),
+        pytest.raises((ValueError, TypeError), match=saying(*words)),
     ):
         optimizer.add_param_group({"grids": model.grids(), **options})
 
@@ -249,9 +262,15 @@ def bad_groups(used: Toy) -> list[tuple[object, type[Exception], tuple[str, ...]
         (
             [Grid(used.a, weight(9, 2), name="s")],
             ValueError,
-            ("grid 's': left[0]", "(7, 2)", "another parameter group", "share a group"),
+            (
+                "grid 's': left[0]",
+                "(7, 2)",
+                "another parameter group",
+                "share a group",
+                "Grid.rate",
+            ),
         ),
-        ([tied.pair()], ValueError, ("two grids are named 'pair'",)),
+        ([tied.pair()], ValueError, ("two grids are named 'pair'", "given twice")),
         ([], ValueError, ("no grids",)),
         (list(tied.parameters()), TypeError, ("expected a rankfold.Grid", "Parameter", "Grid(")),
         ([(tied.a, tied.b)], TypeError, ("expected a rankfold.Grid", "tuple")),
@@ -290,6 +309,12 @@ def test_things_that_are_not_grids() -> None:
     mixed: Any = [{"grids": [Grid(a, b)]}, Grid(weight(4, 2), weight(3, 2))]
     with pytest.raises(TypeError, match="expected a dict with the key 'grids', got Grid"):
         RiemannianSGD(mixed, 0.1, geometry="fixed-quotient")
+    model: Any = nn.TransformerEncoderLayer(8, 2)
+    for grids in (model, [{"grids": model}]):
+        with pytest.raises(
+            TypeError, match=saying("got TransformerEncoderLayer", "attention_grids")
+        ):
+            RiemannianSGD(grids, 0.1, geometry="fixed-quotient")
     nothing: Any = None
     with pytest.raises(TypeError, match="a factor must be a parameter, got NoneType"):
         Grid(nothing, b)
@@ -312,6 +337,11 @@ def spoil_missing(model: Toy) -> None:
     model.k.grad = None
 
 
+def spoil_frozen(model: Toy) -> None:
+    model.k.requires_grad_(False)
+    model.k.grad = None
+
+
 def spoil_sparse(model: Toy) -> None:
     model.q.grad = torch.ones_like(model.q).to_sparse()
 
@@ -322,6 +352,7 @@ def spoil_sparse(model: Toy) -> None:
     ("spoil", "words"),
     [
         (spoil_missing, ("grid 'heads'", "none for right[0]", "(4, 5)", "every factor")),
+        (spoil_frozen, ("grid 'heads'", "none for right[0]", "(4, 5)", "was frozen after")),
         (spoil_sparse, ("grid 'heads'", "sparse gradient of left[0]", "(8, 6)")),
     ],
 )
@@ -339,6 +370,7 @@ def test_gradients_of_the_second_group(
     refused = pytest.raises(RuntimeError, match=saying(*words))
     with unchanged(model.parameters(), optimizer), refused:
         optimizer.step()
+    model.k.requires_grad_(True)
     train(model, optimizer, [4])  # nothing of it stays behind
 
 

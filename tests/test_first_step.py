@@ -63,7 +63,9 @@ def test_rank_deficient_factor(geometry: str, dtype: torch.dtype) -> None:
             groups = [{"grids": good.grids()}, {"grids": [Grid(a, b, name="w")]}]
             optimizer = RiemannianSGD(groups, 0.1, geometry=geometry, momentum=0.5)
             (good.loss(0) + (a @ b.mT).square().sum() + a.sum()).backward()
-            words = saying("'w[0]'", "right factor 0", "full column rank 3")
+            words = saying(
+                "'w[0]'", "right factor 0", "full column rank 3", "full_rank_start_", "damping"
+            )
             params = [a, b, *good.parameters()]
             with unchanged(params, optimizer), pytest.raises(ValueError, match=words):
                 optimizer.step()

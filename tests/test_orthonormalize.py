@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +140,6 @@ def test_it_leaves_gradients_alone() -> None:
 def test_no_grids() -> None:
     with pytest.raises(ValueError, match="no grids"):
         orthonormalize_([])
+    model: Any = nn.TransformerEncoderLayer(8, 2)
+    with pytest.raises(TypeError, match=saying("got TransformerEncoderLayer", "attention_grids")):
+        orthonormalize_(model)

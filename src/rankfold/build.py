@@ -76,6 +76,11 @@ def build_optimizer(
     refused where they do that, with the rows named; grids found are left out, with a warning, and
     their parameters go to the base optimizer whole.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected a model, a torch.nn.Module, got {type(model).__name__}: products are found "
+            "in modules, not among parameters"
+        )
     module = _unwrapped(model)
     named: Named = {
         name.replace("_orig_mod.", ""): param

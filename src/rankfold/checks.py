@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry, scale
 from .linalg import frobenius, skew
 from .schatten import by_products, exponent
 
+NUMBERS = (
+    *("lr", "momentum", "second_moment", "weight_decay", "decay_to"),
+    *("norm_floor", "damping", "rank_floor"),
+)
+NUMBERS_OR_NONE = ("scale_lr", "trust_region")
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
 MOMENTUM_FORMS = ("smoothing", "heavy-ball")
@@ -32,6 +38,10 @@ _ROUNDING = 0.03
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise if an option is out of range or not known."""
+    for option in (*NUMBERS, *NUMBERS_OR_NONE):
+        value = options[option]
+        if not isinstance(value, Real | Tensor) and (option in NUMBERS or value is not None):
+            raise TypeError(f"{option} must be a number, got {value!r}")
     lr, momentum, floor = options["lr"], options["momentum"], options["norm_floor"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"a tensor lr must have one element, got shape {tuple(lr.shape)}")
@@ -179,7 +189,7 @@ def check_grid(name: str, grid: Grid, options: Mapping[str, Any], taken: set[int
             if id(param) in taken:
                 raise ValueError(
                     f"{where} is in another parameter group; grids that share a parameter must "
-                    "share a group"
+                    "share a group (Grid.rate is a learning rate of a grid's own within it)"
                 )
 
 
@@ -197,9 +207,14 @@ def has_gradients(name: str, grid: Grid) -> bool:
             where = f"{what}{side}[{k}], {describe(param)}"
             if param.grad is not None:
                 raise RuntimeError(f"grid {name!r}: sparse gradient of {where} is not supported")
+            why = (
+                "did every factor take part in the loss?"
+                if param.requires_grad
+                else "it was frozen after the optimizer was built; freeze the other factors of the "
+                "product too, or build the optimizer again"
+            )
             raise RuntimeError(
-                f"grid {name!r} has some of its gradients but none for {where}: did every "
-                "factor take part in the loss?"
+                f"grid {name!r} has some of its gradients but none for {where}: {why}"
             )
     return True
 
@@ -263,7 +278,8 @@ def check_full_rank(members: Sequence[str], point: Pair) -> None:
                 raise ValueError(
                     f"grid member {member!r}: {side} factor {flags.index(True)} does not have "
                     f"full column rank {blocks.shape[-1]}, and fixed-rank geometries cannot step "
-                    "from there; initialise it with linearly independent columns"
+                    "from there; initialise it with linearly independent columns, a fresh LoRA "
+                    "adapter with rankfold.full_rank_start_(model), or give damping=1e-3"
                 )
 
 

@@ -199,7 +199,8 @@ class Grid:
             if factor.rank != self.rank:
                 raise ValueError(
                     f"{label}: the factors cannot form a product, {side}[{k}] has rank "
-                    f"{factor.rank} where left[0] has {self.rank}: {factor!r}"
+                    f"{factor.rank} where left[0] has {self.rank}: {factor!r} (the rank is the "
+                    "last axis unless Factor(..., axis=0) says that it is the first)"
                 )
             if factor.rank > factor.height:
                 raise ValueError(

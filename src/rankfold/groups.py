@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .eager import uncompiled
 from .factors import Grid
@@ -19,10 +19,20 @@ Group = dict[str, Any]
 
 def as_groups(grids: Grid | Iterable[Grid] | Iterable[Group]) -> list[Group]:
     """Parameter groups from all that stands for them: a grid, grids, or dicts with grids."""
-    items: list[Any] = [grids] if isinstance(grids, Grid) else list(grids)
+    items: list[Any] = listed(grids)
     if not items:
         raise ValueError("there are no grids to optimize")
     return items if isinstance(items[0], dict) else [{"grids": items}]
+
+
+def listed(grids: Any) -> list[Any]:
+    """What a user gives as grids; raise for a model, which is no grid and holds none."""
+    if isinstance(grids, nn.Module):
+        raise TypeError(
+            f"expected grids, got {type(grids).__name__}; rankfold.attention_grids(model) has "
+            "those of a model, and rankfold.lora_grids(model) those of its adapters"
+        )
+    return [grids] if isinstance(grids, Grid) else list(grids)
 
 
 def as_grid_list(group: Group) -> list[Grid]:
@@ -31,7 +41,7 @@ def as_grid_list(group: Group) -> list[Grid]:
         raise TypeError(f"expected a dict with the key 'grids', got {type(group).__name__}")
     if "grids" not in group:
         raise ValueError("a parameter group is a dict with the key 'grids', a list of Grid")
-    grids = [group["grids"]] if isinstance(group["grids"], Grid) else list(group["grids"])
+    grids = listed(group["grids"])
     if not grids:
         raise ValueError("a parameter group has no grids")
     for grid in grids:
@@ -53,7 +63,10 @@ def name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
         if name is None:
             name = next(free for k in count() if (free := f"grid{k}") not in used | given)
         elif name in used:
-            raise ValueError(f"two grids are named {name!r}; names tell members apart in messages")
+            raise ValueError(
+                f"two grids are named {name!r}: either one is given twice, or they need names that "
+                "tell their members apart"
+            )
         used.add(name)
         names.append(name)
     return names

@@ -11,6 +11,7 @@ from torch import Tensor
 from .checks import check_full_rank, orthonormal_tolerance, orthonormality_defect
 from .factors import Grid
 from .geometries import Pair
+from .groups import listed
 from .precision import exact_arithmetic
 from .stacks import Plan
 
@@ -29,10 +30,10 @@ def orthonormalize_(grids: Grid | Iterable[Grid]) -> None:
     initialised models: it sets all singular values to one, so it changes the function of a model
     that has been trained, and warns when the change is more than rounding.
     """
-    listed = [grids] if isinstance(grids, Grid) else list(grids)
-    if not listed:
+    every = listed(grids)
+    if not every:
         raise ValueError("orthonormalize_ got no grids")
-    plan = Plan([(grid.name or f"grid{k}", grid) for k, grid in enumerate(listed)])
+    plan = Plan([(grid.name or f"grid{k}", grid) for k, grid in enumerate(every)])
     with torch.no_grad(), exact_arithmetic(plan.device_types):
         weights = plan.gather(lambda p: p)
         points = [stack.read(weights) for stack in plan.stacks]
