@@ -10,6 +10,7 @@ import rankfold
 from rankfold.defaults import RECOMMENDED
 
 from .heads import Heads
+from .whole_models import opt
 
 
 def options_of(optimizer: rankfold.RiemannianSGD) -> dict[str, object]:
@@ -37,6 +38,17 @@ def test_value_output_products_take_longer_steps() -> None:
         rates = {grid.name: grid.rate for grid in optimizer.param_groups[0]["grids"]}
         assert rates == {"self_attn.qk": 1.0, "self_attn.vo": share}
     assert [grid.rate for grid in grids] == [1.0, 1.0]
+
+
+def test_a_group_with_a_learning_rate_of_its_own_goes_by_that() -> None:
+    """As the docs give value·output products one; 8 times it would be no rate that anyone chose."""
+    qk, vo = rankfold.attention_grids(opt())[:2]
+    groups = [{"grids": [qk], "lr": 0.01}, {"grids": [vo], "lr": 0.04}]
+    optimizer = rankfold.recommended(groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.04]
+    assert [group["grids"][0].rate for group in optimizer.param_groups] == [1.0, 1.0]
+    vo.rate = 2.0
+    assert rankfold.recommended(groups).param_groups[1]["grids"][0].rate == 2.0
 
 
 def test_grids_are_taken_as_they_are_and_trained() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .factors import Grid
 from .groups import as_grid_list
 from .optimizer import RiemannianSGD
 
@@ -259,13 +260,21 @@ def _lines(index: int, group: Group) -> Iterator[str]:
     shown = ("geometry", "lr", "momentum", "betas", "weight_decay")
     options = ", ".join(f"{key}={group[key]}" for key in shown if key in group)
     size = _count(sum(p.numel() for p in group["params"]), "element")
-    members = sum(grid.groups for grid in group.get("grids", ()))
-    products = f"{_count(members, 'product')}, " if members else ""
+    products = f"{_products(group['grids'])}, " if "grids" in group else ""
     yield f"  [{index}] {group['optimizer']}({options}): {products}{size}"
     names = group.get("param_names") or [str(tuple(p.shape)) for p in group["params"]]
     patterns = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
     for pattern, times in patterns.items():
         yield f"        {pattern}" + (f"  ×{times}" if times > 1 else "")
+
+
+def _products(grids: Sequence[Grid]) -> str:
+    """How many, and how many of them by a rate of their own: ``8 products (4 at 8·lr)``."""
+    members: Counter[float] = Counter()
+    for grid in grids:
+        members[grid.rate] += grid.groups
+    apart = ", ".join(f"{members[rate]} at {rate:g}·lr" for rate in sorted(members) if rate != 1)
+    return _count(members.total(), "product") + (f" ({apart})" if apart else "")
 
 
 def _count(number: int, what: str) -> str:

@@ -41,8 +41,9 @@ def recommended(
         model_or_grids: a model, of which it takes `attention_grids`, or what `RiemannianSGD` takes.
         lr: learning rate: every singular value that a step of one factor changes in a product. The
             default, 2⁻⁸, is for factors with singular values of about one.
-        vo_rate: what the `Grid.rate` of value·output products is multiplied by. These are known by
-            their names, as `attention_grids` gives them: ``"….vo"``.
+        vo_rate: what the `Grid.rate` of value·output products is multiplied by, unless their group
+            has an ``lr`` of its own. These are known by their names, as `attention_grids` gives
+            them: ``"….vo"``.
         overrides: options of `RiemannianSGD`, in place of those recommended.
 
     The choice is fixed-quotient geometry, normalize "whitened", momentum 0.8 and nesterov. It is
@@ -54,11 +55,11 @@ def recommended(
     options = {**RECOMMENDED, **overrides}
     if lr is not None:
         options["lr"] = lr
-    rated = [
-        {**group, "grids": [_at_rate(grid, vo_rate) for grid in as_grid_list(group)]}
-        for group in as_groups(model_or_grids)
-    ]
-    return RiemannianSGD(rated, **options)
+    groups = [{**group, "grids": as_grid_list(group)} for group in as_groups(model_or_grids)]
+    for group in groups:
+        if "lr" not in group:
+            group["grids"] = [_at_rate(grid, vo_rate) for grid in group["grids"]]
+    return RiemannianSGD(groups, **options)
 
 
 def is_value_output(grid: Grid) -> bool:
