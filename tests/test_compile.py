@@ -42,6 +42,8 @@ def test_no_compilation_after_the_second_step(geometry: str, kind: str) -> None:
         ("fixed-quotient", {"second_moment": 0.9, "weight_decay": 0.1, "decay_to": 2.0}),
         ("isometry-quotient", {"second_moment": 0.9, "bias_correction": True}),
         ("isometry-canonical", {"scale_lr": 0.1}),
+        ("fixed-quotient", {"normalize": "whitened", "nesterov": True}),
+        ("fixed-embedded", {"normalize": "schatten-inf"}),
     ],
 )
 @pytest.mark.usefixtures("as_on_a_device")

@@ -11,7 +11,6 @@ Several matrices that go by one norm together are blocks of one block-diagonal m
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -77,9 +76,11 @@ def inverse_root(gram: Tensor, scale: Tensor, smallest: float = _SMALLEST) -> Te
     return linalg.sym(inverse) / scale.sqrt()
 
 
-@cache
 def _stretches(low: float, dtype: torch.dtype) -> list[float]:
-    """Before each step σ(3 − σ²)/2, what brings the ends of the spectrum to the same distance."""
+    """Before each step σ(3 − σ²)/2, what brings the ends of the spectrum to the same distance.
+
+    A few microseconds, and not cached: `torch.compile` warns of caches in what it compiles.
+    """
     found = []
     while 1 - low > torch.finfo(dtype).eps:
         stretch = math.sqrt(3 / (1 + low + low**2))
