@@ -26,6 +26,24 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
+def test_names_are_those_of_the_model_that_was_compiled() -> None:
+    """In grids, in reasons and in parameters that are covered in part."""
+    model: Any = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2) for _ in range(2)))
+    model[0].self_attn.out_proj.weight.requires_grad_(False)
+    expected = rankfold.inspect(model).as_dict()
+    model[1] = torch.compile(model[1], backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
+    found = rankfold.inspect(compiled).as_dict()
+    assert {**found, "model": "Sequential"} == expected
+    assert expected["partly_covered"].keys() == {"0.self_attn.in_proj_weight"} | {
+        "0.self_attn.in_proj_bias"
+    }
+    assert "0.self_attn.out_proj.weight" in expected["skipped"][0]["reason"]
+    assert [grid.name for grid in attention_grids(compiled)] == [
+        grid.name for grid in attention_grids(model)
+    ]
+
+
 class Projections(nn.Module):
     """Grouped-query attention on four linears, as most language models spell it."""
 
@@ -289,6 +307,8 @@ def test_unknown_pairs(pairs: Any) -> None:
 def test_layers_that_cannot_be_read_are_named(layer: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=f"deep.0: .*{message}"):
         attention_grids(nn.ModuleDict({"deep": nn.ModuleList([layer])}))
+    with pytest.raises(ValueError, match=f"the module itself: .*{message}"):
+        attention_grids(layer)
 
 
 # The products are exact --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import rankfold
 from rankfold import Factor, Grid
 from rankfold.defaults import RECOMMENDED
 
+from .families import FAMILIES
 from .toys import Toy, saying
 from .whole_models import WIDTH, ZOO, Language, adapted, batch, llama, loss_of, nested, opt, train
 
@@ -263,11 +264,19 @@ def test_products_are_left_out_until_none_is_in_a_partly_covered_weight(
         Grid(Factor(weights[2], rank=2, start=2), Factor(weights[3], rank=2), name="three"),
         Grid(Factor(weights[3], rank=2, start=2), nn.Parameter(torch.randn(3, 2)), name="four"),
     ]
-    monkeypatch.setattr(rankfold.adapters, "attention_grids", lambda _: grids)
+    monkeypatch.setattr(rankfold.adapters, "attention_grids", lambda _, **__: grids)
     with pytest.raises(
         ValueError, match=saying("one, two, three, four cannot", "columns 2–3 of 0")
     ):
         rankfold.build_optimizer(weights)
+
+
+def test_what_no_product_covers_is_not_said_to_be_in_one() -> None:
+    """Rotated rows of latent attention are in no product, whatever pairs are asked for."""
+    model = FAMILIES["deepseek-v3"].build()
+    with pytest.raises(ValueError, match=saying("q_b_proj", "No product of the model")) as refused:
+        rankfold.build_optimizer(model)
+    assert "pairs=" not in str(refused.value)
 
 
 def test_no_product_left_is_an_error() -> None:

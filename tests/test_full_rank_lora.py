@@ -100,6 +100,22 @@ def test_a_run_goes_on_from_its_seed_and_the_weights_alone() -> None:
     assert not torch.allclose(other(X), model(X))
 
 
+def test_a_compiled_model_starts_where_the_model_does(tmp_path: Path) -> None:
+    """So that a run goes on whether or not it is compiled."""
+    model, other = adapted(), adapted()
+    full_rank_start_(model)
+    compiled: Any = torch.compile(other, backend="eager")
+    start = full_rank_start_(compiled)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    trained(other, X)
+    expected = other(X)
+    start.save(tmp_path)
+    torch.manual_seed(0)
+    loaded: Any = peft.PeftModel.from_pretrained(Net(), str(tmp_path))
+    torch.testing.assert_close(loaded(X), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_without_the_adapter_it_is_the_base_model() -> None:
     model = adapted()
     plain = model(X)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import adapters
+from .adapters.candidates import plain_path
 from .combined import CombinedOptimizer
 from .defaults import recommended
 from .factors import Grid, Region, describe
@@ -83,9 +84,7 @@ def build_optimizer(
         )
     module = _unwrapped(model)
     named: Named = {
-        name.replace("_orig_mod.", ""): param
-        for name, param in module.named_parameters()
-        if param.requires_grad
+        plain_path(name): param for name, param in module.named_parameters() if param.requires_grad
     }
     names = {id(param): name for name, param in named.items()}
     groups = _found_groups(module, names) if grids is None else _given_groups(grids, names)
@@ -165,14 +164,22 @@ def _found_groups(model: nn.Module, names: Mapping[int, str]) -> list[Group]:
         more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
         message = (
             f"{shown}{more} cannot be optimized as products, since they share parameters with what "
-            f"is in none: {_rows(missing.values(), names)}. "
-            'grids=rankfold.attention_grids(model, pairs=("qk", "vo")) takes in query·key products '
-            "that were left out as inexact"
+            f"is in none: {_rows(missing.values(), names)}. {_way_out(model, missing)}"
         )
         if not grids:
             raise ValueError(message)
         warnings.warn(f"{message}; the base optimizer has these", stacklevel=3)
     return [{"grids": grids}]
+
+
+def _way_out(model: nn.Module, missing: Mapping[int, Region]) -> str:
+    """Whether inexact products would cover what exact ones leave, as they do without latents."""
+    if missing.keys() & _missing(adapters.attention_grids(model, pairs=("qk", "vo"))).keys():
+        return "No product of the model has all of these"
+    return (
+        'grids=rankfold.attention_grids(model, pairs=("qk", "vo")) takes in query·key products '
+        "that were left out as inexact"
+    )
 
 
 def _find(model: nn.Module) -> list[Grid]:

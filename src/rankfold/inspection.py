@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters.attention import attention_candidates
-from .adapters.candidates import Candidate
+from .adapters.candidates import Candidate, plain_path
 from .adapters.lora import lora_candidates
 from .diagnostics import disagreement
 from .factors import Grid
@@ -142,7 +142,7 @@ def inspect(model: nn.Module, loss: Callable[[], Tensor] | None = None) -> Inspe
         for each in candidates
     )
     found = [each.grid for each in products if each.grid is not None and each.reason is None]
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): plain_path(name) for name, param in model.named_parameters()}
     total = {id(param): param for param in model.parameters()}
     shares = _shares(found)
     return Inspection(

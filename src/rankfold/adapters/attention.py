@@ -8,7 +8,7 @@ from torch import nn
 
 from ..factors import Grid
 from .between import what_bends
-from .candidates import Candidate, candidate, without_sharing
+from .candidates import Candidate, candidate, plain_path, without_sharing
 from .families import rules_for
 from .rules import AttentionRule, containers
 
@@ -41,7 +41,11 @@ def attention_grids(model: nn.Module, *, pairs: str | Iterable[str] | None = Non
         and (each.reason is None if wanted is None else each.kind in wanted)
     ]
     if not grids:
-        reasons = "".join(f"\n  {each.name}: {each.reason}" for each in found if each.reason)
+        reasons = "".join(
+            f"\n  {each.name or 'the module itself'}: {each.reason}"
+            for each in found
+            if each.reason
+        )
         raise ValueError(
             f"no attention products found in {type(model).__name__}: expected attention that "
             "rankfold has a rule for, with trainable weights (describe other layouts with "
@@ -75,10 +79,12 @@ def _all_candidates(model: nn.Module) -> Iterator[Candidate]:
             yield from _layer_candidates(model, name, module, fitting)
         elif rules:
             kind = type(module).__name__
-            yield Candidate(name, "attention", reason=f"the rule of {kind} does not fit it")
+            yield Candidate(
+                plain_path(name), "attention", reason=f"the rule of {kind} does not fit it"
+            )
         elif id(module) not in inside and _looks_like_attention(module):
             yield Candidate(
-                name,
+                plain_path(name),
                 "attention",
                 reason=f"no rule for {type(module).__name__}; see rankfold.register_attention",
             )
@@ -94,14 +100,16 @@ def _paths(rule: AttentionRule, module: nn.Module) -> set[str]:
 def _layer_candidates(
     model: nn.Module, name: str, module: nn.Module, rule: AttentionRule
 ) -> Iterator[Candidate]:
+    plain = plain_path(name)
+
     def labelled(kind: str) -> str:
-        return f"{name}.{kind}" if name else kind
+        return f"{plain}.{kind}" if plain else kind
 
     try:
         factors, groups = rule.factors(module)
         bent = what_bends(model, name, rule)
     except ValueError as error:
-        yield Candidate(name, "attention", reason=str(error))
+        yield Candidate(plain, "attention", reason=str(error))
         return
     for kind, left, right in (("qk", "q", "k"), ("vo", "o", "v")):
         label = labelled(kind)

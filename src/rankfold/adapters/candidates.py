@@ -28,6 +28,11 @@ class Candidate:
     reason: str | None = None
 
 
+def plain_path(path: str) -> str:
+    """The path of a module or parameter without the steps that `torch.compile` puts in."""
+    return ".".join(step for step in path.split(".") if step != "_orig_mod")
+
+
 def candidate(
     model: nn.Module, name: str, kind: str, build: Callable[[], Grid], reason: str | None = None
 ) -> Candidate:
@@ -38,7 +43,7 @@ def candidate(
         return Candidate(name, kind, reason=_plain(str(error), name))
     frozen = [p for p in grid.params() if not p.requires_grad]
     if frozen:
-        names = {id(p): path for path, p in model.named_parameters()}
+        names = {id(p): plain_path(path) for path, p in model.named_parameters()}
         where = ", ".join(names.get(id(p), "a parameter") for p in frozen)
         return Candidate(name, kind, reason=f"frozen: {where}")
     return Candidate(name, kind, grid, reason)
@@ -53,7 +58,7 @@ def without_sharing(model: nn.Module, candidates: Iterable[Candidate]) -> list[C
     found = list(candidates)
     paths: dict[int, list[str]] = {}
     for path, param in model.named_parameters(remove_duplicate=False):
-        paths.setdefault(id(param), []).append(path)
+        paths.setdefault(id(param), []).append(plain_path(path))
     times = Counter(_signature(c.grid) for c in found if c.grid is not None)
     first: dict[tuple[object, ...], str] = {}
     kept = []

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from .candidates import plain_path
 from .lora import adapters_of, lora_layers, why_not
 
 
@@ -162,7 +163,7 @@ def _linear_layers(model: nn.Module, adapter: str) -> list[tuple[str, Any]]:
 
 def _key(tensors: dict[str, Tensor], layer: str, weight: str) -> str:
     """The name under which PEFT saved a layer's weight: it may leave out the adapter's name."""
-    [key] = [k for k in tensors if k.endswith(f"{layer}.{weight}")]
+    [key] = [k for k in tensors if plain_path(k).endswith(f"{layer}.{weight}")]
     return key
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..factors import Factor, Grid
-from .candidates import Candidate, candidate, without_sharing
+from .candidates import Candidate, candidate, plain_path, without_sharing
 from .rules import qualified_name
 
 _LAYER = "peft.tuners.lora.layer.LoraLayer"
@@ -69,7 +69,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """PEFT's LoRA layers by name, those in several places under each."""
     for name, module in model.named_modules(remove_duplicate=False):
         if _is(module, _LAYER):
-            yield name, module
+            yield plain_path(name), module
 
 
 def _is(module: nn.Module, kind: str) -> bool:
