@@ -292,6 +292,8 @@ def test_other_refusals() -> None:
         rankfold.build_optimizer(model, base="adam")
     with pytest.raises(ValueError, match="LBFGS evaluates the loss several times"):
         rankfold.build_optimizer(model, base=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="hidden tells which weights are Muon's"):
+        rankfold.build_optimizer(model, hidden=lambda *_: True)
     with pytest.raises(TypeError, match="a class of torch optimizers"):
         rankfold.build_optimizer(model, base=nn.Linear)  # type: ignore[arg-type]
     for no_model in (model.parameters(), [*model.parameters()]):

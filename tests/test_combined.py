@@ -105,6 +105,14 @@ def test_schedulers_of_momentum() -> None:
     with pytest.raises(ValueError, match="must support momentum or beta1"):
         lr_scheduler.OneCycleLR(build(Language()), **cycle)
     lr_scheduler.OneCycleLR(build(Language()), cycle_momentum=False, **cycle)
+    # As the docs say, so that every group reaches the rate it was given, and no other's.
+    apart = build(Language())
+    rates = [group["lr"] for group in apart.param_groups]
+    assert len({*rates}) > 1
+    scheduler = lr_scheduler.OneCycleLR(apart, rates, 4, pct_start=0.5, cycle_momentum=False)
+    apart.step()
+    scheduler.step()
+    assert [group["lr"] for group in apart.param_groups] == pytest.approx(rates)
 
 
 def test_closure_runs_once_with_gradients() -> None:

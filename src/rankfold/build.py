@@ -99,6 +99,8 @@ def build_optimizer(
     if base_lr is not None:
         chosen["lr"] = base_lr
     if base != "muon":
+        if hidden is not None:
+            raise ValueError(f"hidden tells which weights are Muon's, and base is {base!r}")
         return CombinedOptimizer([products, _base(_class(base), rest, chosen, decay_vectors)])
     if hidden is None:
         hidden = _between_embeddings(module)
