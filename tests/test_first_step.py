@@ -99,6 +99,14 @@ def test_a_wrong_axis_is_warned_of_once(dtype: torch.dtype, geometry: str) -> No
     optimizer.step()
 
 
+def test_code_without_a_name_is_warned_too() -> None:
+    """What exec runs in a namespace of its own."""
+    optimizer, loss = linear_pair(0, torch.float32)
+    loss.backward()
+    with pytest.warns(UserWarning, match="inconsistent"):
+        exec("step()", {"step": optimizer.step})
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_right_axis_is_not(dtype: torch.dtype, geometry: str) -> None:

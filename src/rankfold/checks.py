@@ -317,6 +317,7 @@ def _outside() -> int:
     """The stack level, for a caller's warning, of the code that called into rankfold and torch."""
     level, frame = 1, sys._getframe(1)
     inside = ("rankfold", "torch")
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in inside:
+    # Code run by exec may have no __name__.
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     return level
