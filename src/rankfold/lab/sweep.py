@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
+import signal
+import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +127,42 @@ def _in_processes(
     # On a GPU too: models are built on the CPU, where threads that outnumber the cores crawl.
     threads = max(1, torch.get_num_threads() // workers)
     # A fresh interpreter each: a forked one cannot use CUDA.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    context = get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_end_with, initargs=(theirs,)
+    ) as pool:
         waiting: dict[Future[Outcome], RunConfig] = {
             pool.submit(run_one, config, root, device, threads, workers): config
             for config in configs
         }
-        for future in as_completed(waiting):
-            error = future.exception()
-            if error is None:
-                yield future.result()
-            else:  # the process itself died
-                yield Outcome(waiting[future].key, "failed", str(error), float("nan"))
+        try:
+            for future in as_completed(waiting):
+                error = future.exception()
+                if error is None:
+                    yield future.result()
+                else:  # the process itself died
+                    yield Outcome(waiting[future].key, "failed", str(error), float("nan"))
+        except BaseException:
+            # The pool would first make all runs that wait.
+            ours.close()
+            raise
+
+
+def _end_with(sweep: Connection) -> None:
+    """End this worker at once when the sweep closes its end or dies, as if the run was killed.
+
+    Left alone it would go on in a folder that the sweep, started again, writes to as well.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the sweep's to handle
+
+    def watch() -> None:
+        try:
+            sweep.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -> Iterable[Outcome]:
