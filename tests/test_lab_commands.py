@@ -99,6 +99,12 @@ def test_the_papers_stages_ship(name: str) -> None:
         ("preset = ", "is not TOML"),
         ("gird = 1", "'gird' is none of grid, options, preset, seeds"),
         ("[options]\noptimizer.rate = 1", "there is no option"),
+        ("seeds = 3", "seeds is a list"),
+        ("options = 3", "options is a table"),
+        ("[grid]\noptimizer.lr = [1, 2]", "with two brackets"),
+        ("[[grid]]\ntraining.seed = [1, 2]", "not as training.seed"),
+        ("seeds = []", "has no runs"),
+        ("[[grid]]\noptimizer.lr = []", "has no runs"),
     ],
 )
 def test_wrong_sweep_files(text: str, words: str, tmp_path: Path) -> None:
@@ -227,10 +233,12 @@ def test_a_diverged_run_has_an_exit_code_of_its_own(command: Command, corpus: Pa
         (["train", "--data", "nowhere.txt"], "nowhere.txt"),
         (["train", "--device", "abacus"], "'abacus' is no device"),
         (["sweep", "nothing.toml"], "these ship: paper-1-adamw"),
+        (["sweep", "."], "no file '.'"),
         (["report", "nowhere"], "no folder 'nowhere'"),
         (["report", "."], "there are no runs"),
         (["inspect", "nowhere"], "no run in 'nowhere'"),
         (["check", "flat"], "flat"),
+        (["check", "--grid", "0", "1"], "at least one"),
     ],
 )
 def test_errors_are_one_sentence(command: Command, words: list[str], message: str) -> None:
@@ -254,6 +262,10 @@ def test_sweep_command(command: Command, corpus: Path, tmp_path: Path) -> None:
     }
     failing = command("sweep", path, "--set", "data.source=nowhere.txt", "--device", "cpu")
     assert failing.exit_code == 1
+    # What JSON has no word for would be written as NaN, which not every reader takes.
+    elsewhere = ("--set", "data.source=nowhere.txt", "--device", "cpu", "--json")
+    outcomes = json.loads(command("sweep", path, *elsewhere).stdout, parse_constant=pytest.fail)
+    assert {each["loss"] for each in outcomes} == {None}
 
 
 def test_compare_makes_a_page(command: Command, corpus: Path, tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def check_geometry(
     """
     if not 1 <= r <= min(m, n):
         raise ValueError(f"r must be from 1 to min(m, n) = {min(m, n)}, got {r}")
+    if min(lefts, rights) < 1:
+        raise ValueError(f"a grid has at least one factor a side, got {lefts} and {rights}")
     if isinstance(geometry, str):
         if geometry not in GEOMETRIES:
             raise ValueError(f"unknown geometry {geometry!r}; there are {', '.join(GEOMETRIES)}")

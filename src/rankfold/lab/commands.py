@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.resources
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,14 +123,13 @@ def _loss(run: records.Run) -> str:
 
 
 def _summary(run: records.Run) -> dict[str, Any]:
-    loss = run.validation.last_mean(5)
     return {
         "key": run.key,
         "folder": str(run.folder),
         "status": run.status,
         "message": run.message,
         "steps": run.training.steps[-1] if run.training.steps else 0,
-        "validation_loss": loss if math.isfinite(loss) else None,
+        "validation_loss": run.validation.last_mean(5),
         "config": run.config,
     }
 
@@ -189,7 +187,7 @@ def _listing(found: dict[str, str]) -> str:
 
 
 def _sweep_file(name: str) -> Path:
-    if Path(name).exists():
+    if Path(name).is_file():
         return Path(name)
     shipped = {
         entry.name.removesuffix(".toml"): Path(str(entry))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ from .model import MODEL_PRESETS, ModelConfig
 OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
 NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
+_NOT_BELOW_ZERO = {
+    "optimizer": ("lr", "other_lr", "weight_decay"),
+    "training": ("warmup", "clip", "diagnostics_every"),
+}
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def _options_of(group: str, dotted: str) -> dict[str, Any]:
 
 def _converted(dotted: str, value: Any, kind: Any) -> Any:
     """A value as its option's type; text is read, "2^-12" too."""
-    if value is None or (isinstance(value, str) and value == "" and kind is not str):
+    if kind not in (bool, int, float, str) and value in (None, ""):
         return None
     if kind is bool:
         words = {"true": True, "false": False, "1": True, "0": False}
@@ -170,8 +175,10 @@ def _converted(dotted: str, value: Any, kind: Any) -> Any:
     if kind in (int, float):
         try:
             number = _number(value)
-        except ValueError:
-            raise ValueError(f"{dotted} is a number, not {value!r}") from None
+        except (ValueError, TypeError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"{dotted} is a number, not {value!r}")
         if kind is int and number != int(number):
             raise ValueError(f"{dotted} is a whole number, not {value!r}")
         return kind(number)
@@ -187,7 +194,8 @@ def _check(config: RunConfig) -> None:
     optimizer, training = config.optimizer, config.training
     _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
     if exponent(optimizer.normalize) is None:
-        _one_of("optimizer.normalize", optimizer.normalize, NORMALIZATIONS)
+        known = (*NORMALIZATIONS, "whitened", "schatten-p")
+        _one_of("optimizer.normalize", optimizer.normalize, known)
     _one_of("training.annealing", training.annealing, ANNEALINGS)
     if not 0 <= optimizer.momentum < 1:
         raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
@@ -198,6 +206,10 @@ def _check(config: RunConfig) -> None:
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")
+    for group, names in _NOT_BELOW_ZERO.items():
+        for name in names:
+            if getattr(getattr(config, group), name) < 0:
+                raise ValueError(f"{group}.{name} must be at least 0")
     if training.graph and training.diagnostics_every:
         raise ValueError(
             "a CUDA graph measures nothing on the way: set training.diagnostics_every to 0 or "

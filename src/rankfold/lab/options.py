@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -75,8 +76,16 @@ def data_options(
 
 
 def say(value: object) -> None:
-    """JSON for a script."""
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+    """JSON for a script, which has no NaN or infinity: null stands for them."""
+    sys.stdout.write(json.dumps(_with_null(value), indent=1, allow_nan=False) + "\n")
+
+
+def _with_null(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _with_null(each) for name, each in value.items()}
+    return list(map(_with_null, value)) if isinstance(value, list | tuple) else value
 
 
 def tokenize(configs: list[RunConfig]) -> None:

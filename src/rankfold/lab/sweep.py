@@ -56,15 +56,31 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> list[RunCo
     unknown = sorted(set(spelled) - _TOP)
     if unknown:
         raise ValueError(f"{path}: {unknown[0]!r} is none of {', '.join(sorted(_TOP))}")
-    base = preset(spelled.get("preset", "tiny")).with_options(_flat(spelled.get("options", {})))
+    options, seeds = spelled.get("options", {}), spelled.get("seeds", [0])
+    grids = spelled.get("grid", [{}])
+    _check_shapes(path, options, seeds, grids)
+    base = preset(spelled.get("preset", "tiny")).with_options(_flat(options))
     configs = {}
-    for grid in spelled.get("grid", [{}]):
+    for grid in grids:
         for options in _product(_flat(grid)):
-            for seed in spelled.get("seeds", [0]):
+            for seed in seeds:
                 chosen = {**options, "training.seed": seed, **(extra or {})}
                 config = base.with_options(chosen)
                 configs[config.key] = config
+    if not configs:
+        raise ValueError(f"{path} has no runs: a list in it is empty")
     return list(configs.values())
+
+
+def _check_shapes(path: Path, options: Any, seeds: Any, grids: Any) -> None:
+    if not isinstance(seeds, list):
+        raise ValueError(f"{path}: seeds is a list, like [0, 1, 2], not {seeds!r}")
+    if not isinstance(options, dict):
+        raise ValueError(f"{path}: options is a table, [options], not {options!r}")
+    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        raise ValueError(f"{path}: a grid is written [[grid]], with two brackets")
+    if any("training.seed" in _flat(each) for each in (options, *grids)):
+        raise ValueError(f"{path}: seeds are listed as seeds = [0, 1, 2], not as training.seed")
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
