@@ -1,4 +1,4 @@
-"""Reports of made-up runs: numbers, pages, tables and figures."""
+"""Reports of made-up runs: settings, pages, tables and figures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import statistics as st
-from rankfold.lab.figures import rate, rate_figures
-from rankfold.lab.records import CONFIG, STATUS, Curve, Recorder, Run, read_runs, write_json
+from rankfold.lab.figures import loss_figures, rate, rate_figures
+from rankfold.lab.records import CONFIG, STATUS, Recorder, Run, read_runs, write_json
 from rankfold.lab.report import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -120,67 +120,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     )
 
 
-# Numbers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("freedom", "quantile"),
-    [
-        (1, 12.7062),
-        (2, 4.3027),
-        (3, 3.1824),
-        (5, 2.5706),
-        (10, 2.2281),
-        (30, 2.0423),
-        (120, 1.9799),
-    ],
-)
-def test_the_t_table(freedom: int, quantile: float) -> None:
-    assert st.student_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
-    assert st.student_p(quantile, freedom) == pytest.approx(0.05, abs=1e-5)
-
-
-def test_closed_forms_of_the_t_distribution() -> None:
-    for t in (0.0, 1e-4, 0.3, 1.0, 4.0, 60.0, 1e4):
-        assert st.student_p(t, 1) == pytest.approx(1 - 2 * math.atan(t) / math.pi, abs=1e-12)
-        assert st.student_p(-t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-12)
-    assert st.student_quantile(9, 0.99) == pytest.approx(3.2498, abs=6e-5)
-
-
-def test_incomplete_beta_by_hand() -> None:
-    assert st.incomplete_beta(1, 1, 0.3) == pytest.approx(0.3)
-    assert st.incomplete_beta(2, 3, 0.4) == pytest.approx(6 * 0.4**2 - 8 * 0.4**3 + 3 * 0.4**4)
-    assert st.incomplete_beta(2, 3, 0.0) == 0
-    assert st.incomplete_beta(2, 3, 1.0) == 1
-
-
-def test_a_paired_test_by_hand() -> None:
-    result = st.paired([1.0, 2.0, 3.0])  # mean 2, error 1/√3, t = 2√3 with two degrees of freedom
-    t = 2 * math.sqrt(3)
-    assert result.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
-    assert (result.low, result.high) == pytest.approx(
-        (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5)
-    )
-    assert st.deviation([1.0, 2.0, 4.0]) == pytest.approx(math.sqrt(7 / 3))
-
-
-def test_paired_tests_without_enough_to_test() -> None:
-    assert math.isnan(st.paired([0.5]).p)
-    assert st.paired([0.5]).mean == 0.5
-    assert math.isnan(st.paired([]).mean)
-    assert st.paired([0.0, 0.0]).p == 1
-    assert st.paired([0.25, 0.25]).p == 0
-
-
-def test_curves_are_thinned_subtracted_and_averaged_where_they_meet() -> None:
-    curve = Curve(list(range(1, 61)), [float(k) for k in range(1, 61)])
-    assert st.thinned(curve, 20).steps == [1, 20, 40, 60]
-    sparse = Curve([50, 100, 150], [1.0, 2.0, 3.0])
-    assert st.thinned(sparse, 20) == sparse
-    other = Curve([100, 150, 200], [4.0, 5.0, 6.0])
-    assert st.difference(sparse, other) == Curve([100, 150], [-2.0, -2.0])
-    assert st.band([sparse, other]).steps == [100, 150]
-    assert st.band([sparse, other]).means == [3.0, 4.0]
+# Figures ----------------------------------------------------------------------------------------
 
 
 def test_one_bad_rate_does_not_flatten_the_others(tmp_path: Path) -> None:
@@ -192,6 +132,14 @@ def test_one_bad_rate_does_not_flatten_the_others(tmp_path: Path) -> None:
     low, high = figure.axes[0].get_ylim()
     assert 6.0 < low < 6.1
     assert 6.3 < high < 6.7
+
+
+def test_a_curve_of_one_point_is_seen(tmp_path: Path) -> None:
+    fake_run(tmp_path, "adamw", steps=10)
+    (study,) = st.studies_of(read_runs(tmp_path))
+    for _, _, figure in loss_figures(study):
+        (line,) = figure.axes[0].get_lines()
+        assert (len(line.get_xdata()), line.get_marker()) == (1, "o")
 
 
 def test_learning_rates_are_powers_of_two_where_they_are() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import weakref
 from itertools import pairwise
@@ -14,12 +13,8 @@ import torch
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import graphs, records
 from rankfold.lab.config import (
-    PRESETS,
     OptimizerConfig,
-    RunConfig,
     TrainingConfig,
-    from_dict,
-    preset,
 )
 from rankfold.lab.model import MODEL_PRESETS, Attention, Decoder
 from rankfold.lab.optimizers import Riemannian, WideAdamW, build
@@ -36,75 +31,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_corpus(tmp_path)
 
 
-# Configurations ----------------------------------------------------------------------------------
-
-
-def test_options_are_read_from_text_and_keys_follow_them() -> None:
-    start = preset("tiny")
-    changed = start.with_options(
-        {"optimizer.lr": "2^-8", "model.rope": "true", "training.steps": "20", "data.ranks": None}
-    )
-    assert changed.optimizer.lr == 2**-8
-    assert changed.model.rope is True
-    assert changed.training.steps == 20
-    assert changed.key != start.key
-    for name, value in (("checkpoint_every", 3), ("keep_weights", True)):
-        assert start.with_options({f"training.{name}": value}).key == start.key
-    for name in PRESETS:
-        assert from_dict(json.loads(json.dumps(preset(name).as_dict()))) == preset(name)
-
-
-def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
-    config = preset("paper").with_options({"optimizer.lr": 0.5})
-    older = config.as_dict()
-    del older["optimizer"]["nesterov"], older["training"]["graph"]
-    assert from_dict(older).key == config.key
-    assert config.key != preset("paper").key
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"optimizer.rate": 1}, "there is no option 'optimizer.rate'"),
-        ({"optimizer.vo_rate": 0}, "vo_rate must be above 0"),
-        ({"optimiser.lr": 1}, "groups are model, data, optimizer, training"),
-        ({"optimizer.lr": "fast"}, "optimizer.lr is a number"),
-        ({"optimizer.lr": "nan"}, "optimizer.lr is a number"),
-        ({"optimizer.lr": "2^99999"}, "optimizer.lr is a number"),
-        ({"optimizer.lr": -1}, "optimizer.lr must be at least 0"),
-        ({"training.steps": "inf"}, "training.steps is a number"),
-        ({"training.steps": ""}, "training.steps is a number"),
-        ({"training.steps": [1]}, "training.steps is a number"),
-        ({"training.warmup": -3}, "training.warmup must be at least 0"),
-        ({"training.steps": 1.5}, "whole number"),
-        ({"training.steps": 0}, "at least 1"),
-        ({"model.rope": "maybe"}, "true or false"),
-        ({"optimizer.name": "sgd"}, "one of adamw, muon, whitened, dion, frozen, fixed-embedded"),
-        ({"optimizer.momentum": 1}, r"in \[0, 1\)"),
-        ({"optimizer.dion_rank": 0}, r"in \(0, 1\]"),
-        ({"optimizer.normalize": "l2"}, "one of metric, spectral, none, whitened"),
-        ({"optimizer.normalize": "schatten-0"}, "a number from 1 to inf"),
-        ({"training.annealing": "exp"}, "one of none, linear, cosine"),
-        ({"training.graph": True, "training.diagnostics_every": 5}, "measures nothing on the way"),
-    ],
-)
-def test_wrong_options_say_what_to_do(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RunConfig().with_options(options)
-
-
-def test_unknown_presets_are_named() -> None:
-    with pytest.raises(ValueError, match="there are tiny"):
-        preset("huge")
-
-
-def test_paper_preset_is_the_paper() -> None:
-    paper = preset("paper")
-    assert (paper.model.weights, paper.model.final_norm) == ("bfloat16", False)
-    assert not paper.optimizer.masters
-    assert (paper.data.context, paper.data.batch, paper.data.tokenizer) == (512, 8, "gpt2")
-    assert (paper.training.warmup, paper.training.validate_every) == (10, 10)
-    assert paper.optimizer.norm_floor == 2**-23
+# Schedules and graphs --------------------------------------------------------------------------
 
 
 def test_learning_rates_rise_and_fall() -> None:
@@ -344,6 +271,14 @@ def test_a_finished_run_is_only_read(corpus: Path, tmp_path: Path) -> None:
     assert losses(again) == losses(first)
 
 
+def test_weights_that_were_not_kept_cannot_be_had_later(corpus: Path, tmp_path: Path) -> None:
+    options = {"training__steps": 10}
+    run(small(corpus, **options), tmp_path / "run")
+    with pytest.raises(ValueError, match="without its weights being kept"):
+        run(small(corpus, training__keep_weights=True, **options), tmp_path / "run")
+    assert records.status_of(tmp_path / "run") == "finished"
+
+
 def test_seeds_differ_and_repeat(corpus: Path, tmp_path: Path) -> None:
     found = [
         losses(run(small(corpus, training__seed=seed, training__steps=10), tmp_path / str(k)))
@@ -406,6 +341,18 @@ def test_tensorboard_gets_the_numbers(corpus: Path, tmp_path: Path) -> None:
     assert writer.tags["loss/training"] == list(range(1, 21))
     assert writer.tags["loss/validation"] == [10, 20]
     assert {"time/tokens_per_second", "time/optimizer_share"} <= set(writer.tags)
+
+
+def test_what_is_no_run_is_left_out(corpus: Path, tmp_path: Path) -> None:
+    run(small(corpus, training__steps=10), tmp_path / "run")
+    others = {"model": '{"model_type": "llama"}', "broken": '{"key"', "list": "[]"}
+    for name, text in others.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / records.CONFIG).write_text(text, encoding="utf-8")
+    assert [found.folder.name for found in records.read_runs(tmp_path)] == ["run"]
+    # An empty file is what a power cut can leave.
+    (tmp_path / "run" / records.STATUS).write_text("", encoding="utf-8")
+    assert records.read_run(tmp_path / "run").status == "running"
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(corpus: Path, tmp_path: Path) -> None:

@@ -237,10 +237,10 @@ def inspect(
 ) -> None:
     """Show the products of a model, what is left out and why; or how a run went."""
     from .. import inspection
-    from .inspecting import is_run, model_named, token_loss
+    from .inspecting import model_named, token_loss
 
     with plainly():
-        if is_run(Path(model)):
+        if records.is_run(Path(model)):
             if batch is not None:
                 raise ValueError("--batch is for models, and this is the folder of a run")
             _show_run(Path(model), as_json)

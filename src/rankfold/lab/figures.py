@@ -187,7 +187,10 @@ def _set_relative_limits(axis: Axes, bands: dict[str, Band]) -> bool:
 def _draw_bands(axis: Axes, bands: dict[str, Band]) -> None:
     for name, drawn in bands.items():
         colour, dashes = _STYLES.get(name, _OTHER_STYLE)
-        axis.plot(drawn.steps, drawn.means, dashes, color=colour, lw=1.3, label=label(name))
+        (line,) = axis.plot(drawn.steps, drawn.means, dashes, color=colour, lw=1.3)
+        line.set_label(label(name))
+        if len(drawn.steps) == 1:  # of which a line shows nothing
+            line.set(marker="o", markersize=4)
         pairs = list(zip(drawn.means, drawn.deviations, strict=True))
         if any(math.isfinite(d) and d > 0 for _, d in pairs):
             low, high = [m - d for m, d in pairs], [m + d for m, d in pairs]

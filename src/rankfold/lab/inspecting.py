@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import records
+from .records import read_object
 
 _TOKENS = 32  # in each sequence, or as many as the model has positions for
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run of the laboratory."""
-    return {"key", "config"} <= _written(path / records.CONFIG).keys()
 
 
 def model_named(text: str, *, real: bool) -> nn.Module:
@@ -34,7 +28,7 @@ def model_named(text: str, *, real: bool) -> nn.Module:
     """
     path = Path(text)
     file = path / "config.json" if path.is_dir() else path
-    if "model_type" in _written(file):
+    if "model_type" in read_object(file):
         return _from_config(file, real)
     module, colon, factory = text.partition(":")
     if colon and module and factory and not path.exists():
@@ -69,15 +63,6 @@ def token_loss(model: Any, sequences: int) -> Callable[[], Tensor]:
         return (first * weights).mean()
 
     return loss
-
-
-def _written(file: Path) -> dict[str, Any]:
-    """What a configuration says; nothing where there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _from_config(file: Path, real: bool) -> nn.Module:

@@ -124,11 +124,24 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    path = folder / STATUS
-    if not path.exists():  # killed between its first two files
-        return {"status": "running", "message": "", "machine": {}, "workers": 1}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return {"workers": 1, **found}  # which earlier versions did not write down
+    # Nothing there: killed between its first two files, or the machine lost power.
+    unknown = {"status": "running", "message": "", "machine": {}}
+    # Which earlier versions did not write down.
+    return {"workers": 1, **(read_object(folder / STATUS) or unknown)}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; an empty one where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run of the laboratory."""
+    return {"key", "config"} <= read_object(folder / CONFIG).keys()
 
 
 def workers_of(folder: Path) -> int:
@@ -192,5 +205,6 @@ def read_runs_of(configs: Iterable[RunConfig], root: Path) -> list[Run]:
 
 
 def read_runs(root: Path) -> list[Run]:
-    """All runs below a folder, in the order of their paths."""
-    return [read_run(path.parent) for path in sorted(root.rglob(CONFIG))]
+    """All runs below a folder, in the order of their paths; others have a config.json too."""
+    folders = (path.parent for path in sorted(root.rglob(CONFIG)))
+    return [read_run(folder) for folder in folders if is_run(folder)]

@@ -234,7 +234,14 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if records.status_of(folder) in ("finished", "diverged"):
-        return records.read_run(folder)
+        made = records.read_run(folder)
+        kept = (folder / records.WEIGHTS).exists()
+        if config.training.keep_weights and made.status == "finished" and not kept:
+            raise ValueError(
+                f"the run in {folder} has finished without its weights being kept: remove the "
+                "folder to make it again"
+            )
+        return made
     workers = max(workers, records.workers_of(folder))
     records.write_json(folder / records.CONFIG, {"key": config.key, "config": config.as_dict()})
 
