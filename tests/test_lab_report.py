@@ -16,7 +16,8 @@ import pytest
 
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import statistics as st
-from rankfold.lab.figures import loss_figures, rate, rate_figures
+from rankfold.lab.figures import loss_figures, rate
+from rankfold.lab.rate_figures import rate_figures, rate_ticks
 from rankfold.lab.records import CONFIG, STATUS, Recorder, Run, read_runs, write_json
 from rankfold.lab.report import write_report
 
@@ -140,6 +141,23 @@ def test_a_curve_of_one_point_is_seen(tmp_path: Path) -> None:
     for _, _, figure in loss_figures(study):
         (line,) = figure.axes[0].get_lines()
         assert (len(line.get_xdata()), line.get_marker()) == (1, "o")
+
+
+def test_ticks_of_rates_have_room() -> None:
+    chosen = [2.0**k for k in range(-14, 2)]
+    assert rate_ticks(chosen[::-1]) == chosen
+    assert rate_ticks([0.0, 0.001, 0.003, 0.01]) == [0.001, 0.003, 0.01]
+    random_search = [2.0 ** (-9 + 6 * random.Random(k).random()) for k in range(40)]
+    assert rate_ticks(random_search) == [2.0**k for k in range(-9, -2)]
+    assert len(rate_ticks([2.0**-8, 2.0**-7, 2.0**60])) <= 13
+    assert rate_ticks([0.25]) == [0.25]
+
+
+def test_a_random_search_is_no_heat_map(tmp_path: Path) -> None:
+    for k in range(16):
+        fake_run(tmp_path, "adamw", lr=0.01 + k / 999, other_lr=0.02 + k / 777)
+    (study,) = st.studies_of(read_runs(tmp_path))
+    assert [name for name, _, _ in rate_figures(study)] == ["mha_rates"]
 
 
 def test_learning_rates_are_powers_of_two_where_they_are() -> None:

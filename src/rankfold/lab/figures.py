@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.markers import CARETUP
 
 from .records import Curve, Run
 from .statistics import ADAMW, Band, Setting, Study, band, difference, thinned
@@ -22,9 +19,6 @@ from .statistics import ADAMW, Band, Setting, Study, band, difference, thinned
 TRAINING_EVERY = 20
 _RELATIVE_LIMIT = 0.4
 _OUTSIDE = 0.05  # the share of a curve that may lie beyond it
-# Final losses are told apart up to so many times the median's distance from the best, and in
-# nats at least.
-_WINDOW, _LEAST_WINDOW, _MARGIN = 3.0, 0.2, 0.08
 _STYLES: dict[str, tuple[str, str]] = {
     ADAMW: ("#000000", "-"),
     "fixed-embedded": ("#0000ff", "-"),
@@ -39,8 +33,6 @@ _STYLES: dict[str, tuple[str, str]] = {
 }
 _LABELS = {ADAMW: "AdamW", "muon": "Muon", "dion": "Dion"}
 _OTHER_STYLE = ("#00808c", "-.")
-_DASHES = {"metric": "-", "none": "--", "spectral": "-."}
-_MARKERS = "os^Dv*"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LOOK: dict[Any, Any] = {
     "font.size": 9.5,
@@ -84,6 +76,11 @@ def rate(value: Any) -> str:
     if mantissa != 0.5:
         return f"{value:g}"
     return "2" + str(exponent - 1).translate(_SUPERSCRIPTS)
+
+
+def style(optimizer: str) -> tuple[str, str]:
+    """Its colour and dashes."""
+    return _STYLES.get(optimizer, _OTHER_STYLE)
 
 
 def in_order(optimizers: Sequence[str]) -> list[str]:
@@ -186,7 +183,7 @@ def _set_relative_limits(axis: Axes, bands: dict[str, Band]) -> bool:
 
 def _draw_bands(axis: Axes, bands: dict[str, Band]) -> None:
     for name, drawn in bands.items():
-        colour, dashes = _STYLES.get(name, _OTHER_STYLE)
+        colour, dashes = style(name)
         (line,) = axis.plot(drawn.steps, drawn.means, dashes, color=colour, lw=1.3)
         line.set_label(label(name))
         if len(drawn.steps) == 1:  # of which a line shows nothing
@@ -196,133 +193,6 @@ def _draw_bands(axis: Axes, bands: dict[str, Band]) -> None:
             low, high = [m - d for m, d in pairs], [m + d for m, d in pairs]
             axis.fill_between(drawn.steps, low, high, color=colour, alpha=0.13, lw=0)
     axis.grid(visible=True)
-
-
-# Learning rates ----------------------------------------------------------------------------------
-
-
-def rate_figures(study: Study) -> Iterator[Drawn]:
-    """Final loss against the learning rates, where several were run."""
-    lines: dict[tuple[str, float, str], dict[float, Setting]] = {}
-    for setting in reversed(study.settings):  # from the worst: the best of a point stays
-        options = setting.any_run.config["optimizer"]
-        key = (setting.optimizer, options["momentum"], options["normalize"])
-        if setting.losses and setting.optimizer != "frozen":
-            lines.setdefault(key, {})[options["lr"]] = setting
-    if any(len(points) > 1 for points in lines.values()):
-        caption = f"{study.label}: final validation loss against the learning rate, mean over seeds"
-        caption += " ± one standard deviation; at each point the best of all other options."
-        figure, cut_off = _rate_figure(lines)
-        caption += " Triangles at the upper edge stand for losses beyond it." if cut_off else ""
-        yield f"{study.name}_rates", caption, figure
-    grid = [s for s in study.settings if s.optimizer == ADAMW]
-    if len({s.any_run.option("optimizer.other_lr") for s in grid}) > 1:
-        caption = f"{study.label}, AdamW: final validation loss on the grid of learning rates."
-        yield f"{study.name}_adamw_grid", caption, _heat_map(grid)
-
-
-def _ceiling(losses: Iterable[float]) -> float:
-    """How far up losses are told apart: a rate that is far too high shall not flatten the rest."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if not finite:
-        return math.inf
-    best = min(finite)
-    return best + max(_LEAST_WINDOW, _WINDOW * (statistics.median(finite) - best))
-
-
-def _rate_figure(
-    lines: dict[tuple[str, float, str], dict[float, Setting]],
-) -> tuple[Figure, bool]:
-    """The figure, and whether points are cut off."""
-    losses = [setting.loss for points in lines.values() for setting in points.values()]
-    ceiling = _ceiling(losses)
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
-    axis = figure.subplots()
-    # AdamW knows no normalization, and has its own momentum where none is given.
-    free = [key for key in lines if key[0] != ADAMW or key[1]]
-    momenta = sorted({momentum for _, momentum, _ in free})
-    for key in sorted(lines):
-        name, momentum, normalize = key
-        points, colour = sorted(lines[key].items()), _STYLES.get(name, _OTHER_STYLE)[0]
-        axis.errorbar(
-            [x for x, _ in points],
-            [s.loss for _, s in points],
-            yerr=[_shown_spread(s, ceiling) for _, s in points],
-            color=colour,
-            linestyle=_DASHES.get(normalize, ":") if key in free else "-",
-            marker=_MARKERS[momenta.index(momentum) % len(_MARKERS)] if key in free else ".",
-            markersize=5,
-            lw=1.3,
-            elinewidth=0.8,
-            capsize=2,
-        )
-        above = [x for x, setting in points if setting.loss > ceiling]
-        axis.plot(above, [ceiling] * len(above), ls="", marker=CARETUP, color=colour, ms=8)
-    if any(loss > ceiling for loss in losses):
-        floor = min(loss for loss in losses if math.isfinite(loss))
-        axis.set_ylim(floor - _MARGIN * (ceiling - floor), ceiling)
-    rates = sorted({x for points in lines.values() for x in points})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(rates, [rate(x) for x in rates])
-    axis.minorticks_off()
-    axis.set(xlabel="learning rate", ylabel="final validation loss")
-    axis.grid(visible=True)
-    handles = [
-        Line2D([], [], color=_STYLES.get(n, _OTHER_STYLE)[0], lw=2, label=label(n))
-        for n in in_order(list({name for name, _, _ in lines}))
-    ]
-    handles += _keys_of_styles(momenta, sorted({normalize for _, _, normalize in free}))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return figure, any(loss > ceiling for loss in losses)
-
-
-def _shown_spread(setting: Setting, ceiling: float) -> float:
-    shown = math.isfinite(setting.spread) and setting.loss <= ceiling
-    return setting.spread if shown else 0.0
-
-
-def _keys_of_styles(momenta: Sequence[float], normalizations: Sequence[str]) -> list[Line2D]:
-    """What dashes and markers mean, where there is a choice."""
-    handles = []
-    if len(normalizations) > 1:
-        handles += [
-            Line2D([], [], color="#666666", ls=_DASHES.get(n, ":"), label=f"normalize {n}")
-            for n in normalizations
-        ]
-    if len(momenta) > 1:
-        handles += [
-            Line2D([], [], color="#666666", ls="", marker=_MARKERS[k % 6], label=f"momentum {m:g}")
-            for k, m in enumerate(momenta)
-        ]
-    return handles
-
-
-def _heat_map(settings: Sequence[Setting]) -> Figure:
-    cells: dict[tuple[float, float], Setting] = {}
-    for setting in reversed(settings):
-        options = setting.any_run.config["optimizer"]
-        cells[options["lr"], options["other_lr"]] = setting
-    down, across = sorted({y for y, _ in cells}), sorted({x for _, x in cells})
-    losses = [[cells[y, x].loss if (y, x) in cells else math.nan for x in across] for y in down]
-    finite = [v for row in losses for v in row if math.isfinite(v)]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(down)), layout="constrained")
-    axis = figure.subplots()
-    low, high = min(finite, default=0.0), min(max(finite, default=1.0), _ceiling(finite))
-    mesh = axis.pcolormesh(losses, cmap="viridis_r", vmin=low, vmax=high, ec="white", lw=1)
-    for (y, x), setting in cells.items():
-        value = setting.loss
-        text = f"{value:.3f}" if math.isfinite(value) else setting.status
-        dark = math.isfinite(value) and value > (low + high) / 2
-        place = (across.index(x) + 0.5, down.index(y) + 0.5)
-        colour = "white" if dark else "black"
-        weight = "bold" if value == low else "normal"
-        axis.text(*place, text, ha="center", va="center", color=colour, weight=weight)
-    axis.set_xticks([k + 0.5 for k in range(len(across))], [rate(x) for x in across])
-    axis.set_yticks([k + 0.5 for k in range(len(down))], [rate(y) for y in down])
-    axis.set(xlabel="other_lr", ylabel="lr")
-    axis.tick_params(length=0)
-    figure.colorbar(mesh, ax=axis, label="loss")
-    return figure
 
 
 # Time and diagnostics ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from . import figures
 from .figures import Picture, in_order, label, rate, write_figures
+from .rate_figures import rate_figures
 from .records import Curve, Run
 from .statistics import (
     LAST_VALIDATIONS,
@@ -290,7 +291,7 @@ def _draw_sections(
             f"{figures.TRAINING_EVERY} steps.",
             figures.loss_figures,
         ),
-        ("Learning rates", "Diverged settings have no point.", figures.rate_figures),
+        ("Learning rates", "Diverged settings have no point.", rate_figures),
         (
             "Time",
             f"Medians over the steps of all seeds. {about_times}".rstrip(),
