@@ -243,6 +243,17 @@ def test_longer_horizons_begin_at_the_shorter_ones_best(tmp_path: Path) -> None:
     assert contest(steps=(400,)).shortest == 40
 
 
+def test_an_end_of_the_short_tuning_is_remembered_at_longer_horizons(tmp_path: Path) -> None:
+    """Only the common rate is tuned there: what value·output products want was not found."""
+    lab = Lab(tmp_path, bowl(CENTRES, vo=12))
+    held = contest(steps=(40, 400), methods=("muon",))
+    run_contest(held, tmp_path, lab.make)
+    for cell in held.cells():
+        choice = held.tuning(cell, METHODS["muon"], Losses(tmp_path))[1]
+        assert choice is not None
+        assert not choice.interior
+
+
 def test_finals_go_seed_by_seed(tmp_path: Path) -> None:
     lab = Lab(tmp_path, bowl(CENTRES))
     run_contest(contest(seeds=3), tmp_path, lab.make)
@@ -410,6 +421,17 @@ def test_a_diverged_seed_has_no_number_and_does_not_hold_up_the_others() -> None
     assert dion.note == "1 diverged"
     assert dion.against(result.named("muon")) is None
     assert result.met
+    assert result.verdict.endswith("without a mean, as seeds diverged: dion.")
+
+
+def test_a_candidate_that_diverged_was_one_to_choose_from() -> None:
+    losses = {"muon": around(4, 0), "fixed-embedded": around(3.98)}
+    alone = result_of(losses)
+    spoilt = result_of({**losses, "fixed-quotient": [*around(3.9, 0, 7), math.inf]})
+    assert alone.best is not None
+    assert spoilt.best is not None
+    assert spoilt.best[1].p == pytest.approx(2 * alone.best[1].p)
+    assert "our candidates counted: 2" in spoilt.verdict
 
 
 # Pages -------------------------------------------------------------------------------------------
@@ -426,6 +448,12 @@ def test_the_page_has_what_the_numbers_say(tmp_path: Path) -> None:
     assert "It is met in 2 of 2 comparisons; 0 of them are open." in page
     assert len(re.findall(r"Goal met: fixed-quotient − muon = −0\.0[23]", page)) == 2
     assert "2⁻¹⁸*" in page  # where AdamW's lines ended
+    assert "0.95*" in page  # the last momentum there is
+    told = [
+        page.index(words)
+        for words in ("in powers of two", "momenta 0.6", "query·key products alone")
+    ]
+    assert told == sorted(told)
     assert page.index("The contest") < page.index("Models and data") < page.index("Summary")
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
@@ -447,6 +475,8 @@ def test_the_page_has_what_the_numbers_say(tmp_path: Path) -> None:
     assert float(ours["rival_mean"]) == pytest.approx(test.mean)
     assert float(ours["adamw_p"]) < 1e-6
     assert ours["goal_met"] == "1"
+    keys = {c.key for c in lab.made if c.training.seed == TUNING_SEED}
+    assert sum(int(line["tuning_runs"]) for line in lines) == len(keys)
     adamw = next(line for line in lines if line["method"] == "adamw")
     assert (adamw["interior"], adamw["adamw_mean"]) == ("0", "")
     tuning = (tmp_path / "tuning/index.html").read_text("utf-8")
@@ -519,6 +549,9 @@ def test_a_contest_for_real(command: Callable[..., Any], tmp_path: Path) -> None
     [
         (("--models", "mha"), "--models is an option of --contest"),
         (("--dry-run",), "--dry-run is an option of --contest"),
+        (("--set", "training.seed=5"), "as many as --seeds says"),
+        (("--contest", "--set", "training.steps=5"), "training.steps is the contest's to choose"),
+        (("--contest", "--set", "optimizer.lr=1"), "optimizer.lr is the contest's to choose"),
         (("--contest", "--optimizer", "adamw"), "no --optimizer"),
         (("--contest", "--only", "all"), "one of tune, final, report"),
         (("--contest", "--steps", "few"), "like 1000,10000"),

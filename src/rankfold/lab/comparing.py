@@ -42,7 +42,8 @@ def compare(
         list[str] | None, typer.Option(help="Repeatable. Default: adamw and the five geometries.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="How many, from 0 on. Default: 1.")
+        int | None,
+        typer.Option(min=1, help="How many, from 0 on. Default: 1, of a contest 3 or 8."),
     ] = None,
     steps: Annotated[
         str | None, typer.Option(help="Of training; several in a contest, like 1000,10000.")
@@ -95,6 +96,8 @@ def compare(
         for name, value in (*of_the_contest.items(), ("dry-run", dry_run)):
             if value:
                 raise ValueError(f"--{name} is an option of --contest")
+        if "training.seed" in pairs(sets):
+            raise ValueError("seeds are those from 0 on, as many as --seeds says")
         configs = [
             configured(
                 preset(preset_name),

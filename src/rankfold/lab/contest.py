@@ -32,7 +32,7 @@ from .sweep import Outcome
 MOMENTA = (0.6, 0.8, 0.9, 0.95)
 TUNING_SEED = 100
 # By so many rates a line may grow. One that wants more is reported as not tuned to the end.
-_MOST_GROWTH = 4
+MOST_GROWTH = 4
 _MOMENTUM = 0.9  # until it is tuned
 
 
@@ -201,7 +201,8 @@ LONGER_LINES: tuple[Line, ...] = (Line(_both, (-1, 0)),)
 class Choice:
     """A tuned setting and its loss on the tuning seed.
 
-    ``interior`` says whether worse rates were seen on both sides of it, line by line.
+    ``interior`` says whether worse rates were seen on both sides of it, line by line, those of the
+    shortest horizon among them.
     """
 
     setting: Setting
@@ -233,7 +234,7 @@ class Losses:
 def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
     """A line of exponents, longer by those it is known to want."""
     line = sorted(line)
-    for _ in range(_MOST_GROWTH):
+    for _ in range(MOST_GROWTH):
         losses = [loss(each) for each in line]
         known = [x for x in losses if x is not None]
         if len(known) < len(line):
@@ -272,6 +273,11 @@ class Contest:
             for name in given:
                 if name not in known:
                     raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+        decided = {"training.steps", "training.annealing", "training.seed"}
+        decided |= Setting(0, 0, 0.0).options.keys() | MODELS["rope"][1].keys()
+        decided |= {name for method in METHODS.values() for name in method.options}
+        for name in sorted(decided & self.extra.keys()):
+            raise ValueError(f"{name} is the contest's to choose, and cannot be set")
         if not 1 <= self.seeds <= TUNING_SEED:
             raise ValueError(f"a contest has 1 to {TUNING_SEED} seeds, not {self.seeds}")
         for cell in self.cells():
@@ -321,7 +327,7 @@ class Contest:
             if chosen is None or math.isinf(chosen.loss):
                 return runs, chosen
             wanted = {run.key: run for run in runs}
-            choice, lines = replace(chosen, interior=True), LONGER_LINES
+            choice, lines = chosen, LONGER_LINES
         for line in lines:
             best = choice.setting
 

@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 
 from . import records
 from .config import RunConfig
-from .contest import MOMENTA, TUNING_SEED, Cell, Choice, Contest, Losses, Method
+from .contest import MOMENTA, MOST_GROWTH, TUNING_SEED, Cell, Choice, Contest, Losses, Method
 from .figures import Drawn, rate, write_figures
 from .report import Findings, fixed, p_value, signed, write_csv, write_report
 from .statistics import Paired, deviation, mean, paired
 
 GOAL, LEVEL, SEEDS = 0.01, 0.01, 8  # nats below the best Muon, p-value, seeds at least
 _TIMED_RUNS = 8
-_COLUMNS = ["method", "lr of QK", "of VO", "momentum", "loss", "std", "seeds"]
+_COLUMNS = ["method", "lr of QK", "of VO", "momentum", "tried", "loss", "std", "seeds"]
 _COLUMNS += ["− best Muon", "p", "− AdamW", "p", "− pair", "p"]
 _COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "pair": "#c47f3a"}
 _COLOURS |= {"ours": "#0000ff", "reference": "#8c8c8c"}
@@ -34,6 +34,7 @@ class Entry:
     method: Method
     choice: Choice | None
     losses: dict[int, float]
+    tried: int = 0  # runs of its tuning so far
 
     @property
     def diverged(self) -> int:
@@ -102,6 +103,17 @@ class Result:
             self.planned - len(e.losses) for e in shown if e.note != "diverged at every rate"
         )
 
+    @property
+    def candidates(self) -> int:
+        """How many of ours took part: the best could have been any, those that diverged too."""
+        return sum(e.method.kind == "ours" for e in self.entries)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Candidates and Muon kinds without a mean, as they diverged."""
+        shown = (e for e in self.entries if e.method.kind in ("muon", "ours"))
+        return [e.method.name for e in shown if e.note and e.choice is not None]
+
     @cached_property
     def best(self) -> tuple[Entry, Paired] | None:
         """The best of ours against the best Muon kind; p counts how many of ours there were."""
@@ -109,7 +121,7 @@ class Result:
         test = ours[0].against(self.rival) if ours else None
         if test is None:
             return None
-        p = min(1.0, test.p * len(ours)) if math.isfinite(test.p) else math.nan
+        p = min(1.0, test.p * self.candidates) if math.isfinite(test.p) else math.nan
         return ours[0], Paired(test.count, test.mean, test.low, test.high, p)
 
     @property
@@ -131,8 +143,10 @@ class Result:
         facts = (
             f"{size}, 95% interval {signed(test.low)} to {signed(test.high)}, p = "
             f"{p_value(test.p)} over {test.count} seeds, our candidates counted: "
-            f"{len(self.of_kind('ours'))}"
+            f"{self.candidates}"
         ).replace("= <", "< ")
+        if self.left_out:
+            facts += f"; without a mean, as seeds diverged: {', '.join(self.left_out)}"
         if self.planned < SEEDS:
             return f"preliminary, of fewer than {SEEDS} seeds: {facts}."
         if self.met:
@@ -152,10 +166,12 @@ def results(contest: Contest, losses: Losses) -> list[Result]:
 def _result(contest: Contest, cell: Cell, losses: Losses) -> Result:
     entries = []
     for method in contest.entries():
-        choice = contest.tuning(cell, method, losses)[1]
+        wanted, choice = contest.tuning(cell, method, losses)
         finals = contest.finals(cell, method, choice)
         ended = {seed: losses.of(config) for seed, config in enumerate(finals)}
-        entries.append(Entry(method, choice, {s: x for s, x in ended.items() if x is not None}))
+        tried = sum(losses.of(config) is not None for config in wanted)
+        known = {seed: loss for seed, loss in ended.items() if loss is not None}
+        entries.append(Entry(method, choice, known, tried))
     return Result(cell, contest.seeds, entries)
 
 
@@ -180,19 +196,27 @@ def write_contest(contest: Contest, root: Path, output: Path) -> list[Result]:
 
 def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
     met, open_ = sum(r.met is True for r in found), sum(r.met is None for r in found)
+    centres = (f"{m.name} {rate(2.0 ** m.centres[contest.preset])}" for m in contest.entries())
     return [
         f"The goal is a loss at least {GOAL} nats below the best Muon (muon, dion: each factor by "
         f"itself) with p < {LEVEL} over {SEEDS} seeds or more. It is met in {met} of {len(found)} "
         f"comparisons; {open_} of them are open. The pair is Muon as seen by products, without "
         "transport of its momentum: near to ours, and so compared but not counted as Muon.",
         "Every method was tuned by the same rule, one line of settings after the other: learning "
-        "rates in powers of two from its centre, then that of value·output products alone, then "
-        "that of query·key products alone, each line extended until the best is not at its end, "
-        f"then momenta {', '.join(f'{m:g}' for m in MOMENTA)}; at {contest.shortest:,} steps on "
-        f"seed {TUNING_SEED}. At longer horizons the common rate alone. The losses below are of "
-        "fresh seeds from 0 on. Rates marked * were the last of a line. p-values of the tables "
-        "are of paired t tests as they are; that of a verdict is multiplied by the number of our "
-        "candidates, as the best of them is picked on the same seeds. A null is a null, not a tie.",
+        "rates in powers of two, half of its centre to twice it; that of value·output products "
+        f"alone; momenta {', '.join(f'{m:g}' for m in MOMENTA)}; that of query·key products alone, "
+        "and once more that of value·output products. Where the best rate is at the end of its "
+        f"line, the line grows there, by {MOST_GROWTH} rates at most. That was at "
+        f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate was "
+        f"tuned alone. Centres: {', '.join(centres)}. “Tried” counts the runs of a tuning, "
+        "those of the shortest horizon among them; all are on the page tuning/index.html.",
+        "Rates marked * come from a tuning in which the best of a line was its last, so better "
+        "ones may lie beyond; a momentum marked * is the first or the last of those tried.",
+        "The losses below are of fresh seeds from 0 on. p-values of the tables are of two-sided "
+        "paired t tests as they are; that of a verdict is multiplied by the number of our "
+        "candidates, as the best of them is picked on the same seeds. Its interval is not widened "
+        "for that choice, and no p-value for the number of comparisons on this page. A null is a "
+        "null, not a tie.",
     ]
 
 
@@ -209,7 +233,8 @@ def _line(result: Result, entry: Entry) -> list[str]:
     if entry.choice is not None:
         setting, mark = entry.choice.setting, "" if entry.choice.interior else "*"
         tuned = [rate(2.0**k) + mark for k in (setting.qk, setting.vo)]
-        tuned.append(f"{setting.momentum:g}")
+        end = setting.momentum in (MOMENTA[0], MOMENTA[-1])
+        tuned.append(f"{setting.momentum:g}" + ("*" if end else ""))
     seeds = (
         f"{len(entry.losses)}"
         if len(entry.losses) == result.planned
@@ -219,13 +244,13 @@ def _line(result: Result, entry: Entry) -> list[str]:
     for other in result.measures:
         test = entry.against(other)
         numbers += [signed(test.mean), p_value(test.p)] if test else ["–", "–"]
-    return [entry.method.name, *tuned, *numbers]
+    return [entry.method.name, *tuned, str(entry.tried), *numbers]
 
 
 def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
     yield [
         *("model", "steps", "annealing", "method", "kind", "lr_qk", "lr_vo", "momentum"),
-        *("interior", "tuning_loss", "seeds", "diverged", "loss", "std"),
+        *("interior", "tuning_loss", "tuning_runs", "seeds", "diverged", "loss", "std"),
         *(
             f"{what}_{n}"
             for what in ("rival", "adamw", "pair")
@@ -247,7 +272,7 @@ def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
                 numbers += [test.mean, test.low, test.high, test.p] if test else [math.nan] * 4
             yield [
                 *(cell.model, cell.steps, cell.annealing, entry.method.name, entry.method.kind),
-                *(*tuned, len(entry.losses), entry.diverged),
+                *(*tuned, entry.tried, len(entry.losses), entry.diverged),
                 *(x if math.isfinite(x) else "" for x in numbers),
                 rival.method.name if rival else "",
                 "" if result.met is None else int(result.met),
