@@ -140,7 +140,7 @@ def test_a_curve_of_one_point_is_seen(tmp_path: Path) -> None:
     (study,) = st.studies_of(read_runs(tmp_path))
     for _, _, figure in loss_figures(study):
         (line,) = figure.axes[0].get_lines()
-        assert len(line.get_xydata()) == 1
+        assert len(line.get_path().vertices) == 1
         assert line.get_marker() == "o"
 
 

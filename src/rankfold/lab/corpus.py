@@ -103,7 +103,8 @@ def _split(every: Tokens, share: float) -> tuple[Tokens, Tokens]:
     if apart.all():
         raise DataError(
             f"setting a share of {share} of {len(every)} documents apart for validation leaves "
-            "none to train on: give a validation source"
+            "none to train on: give a validation source, or more documents; in a text file a NUL "
+            "byte parts them, and a batch begins with a new one"
         )
     training, validation = (
         Tokens(every.values, every.offsets, every.chosen[side]) for side in (~apart, apart)
