@@ -96,6 +96,29 @@ def test_zero_stays_zero() -> None:
     assert not found.squares.any()
 
 
+@pytest.mark.parametrize("p", [p for p in EXPONENTS if p < math.inf])
+def test_directions_below_the_floor_are_shorter_by_as_much(p: float) -> None:
+    xs = blocks()
+    size = torch.stack([x.square().sum((-2, -1)) for x in xs]).sum(0).sqrt()
+    far = [x / size[:, None, None] for x in xs]  # of norm 1
+    whole = schatten.directions([x.mT @ x for x in far], p, 2.0**-23)
+    for short in (0.5, 1e-6):
+        found = schatten.directions([short**2 * x.mT @ x for x in far], p, 1.0)
+        for c, one in zip(found, whole, strict=True):
+            torch.testing.assert_close(c, one, atol=1e-6, rtol=1e-6)
+
+
+def test_a_part_far_below_its_side_is_shorter_by_as_much() -> None:
+    x = blocks()[0][None, :3]
+    x = x / x.square().sum((-2, -1), keepdim=True).sqrt()
+    x[:, 1] *= 2.0**-15
+    x[:, 2] *= 2.0**-18
+    found = schatten.whitening(x, None, 1, 2.0**-40)
+    sizes = torch.linalg.matrix_norm(x @ found.turn, 2)
+    lengths = torch.tensor([[1.0, 1.0, 0.25]], dtype=torch.float64)
+    torch.testing.assert_close(sizes, lengths, atol=0, rtol=5e-3)
+
+
 @pytest.mark.parametrize("floor", [2.0**-23, 2.0**10])
 def test_whitening_in_float32_raises_what_its_gram_matrix_has_lost(floor: float) -> None:
     """Singular values down to 2⁻¹¹ of the norm, whose squares are a few units of rounding."""
@@ -109,12 +132,10 @@ def test_whitening_in_float32_raises_what_its_gram_matrix_has_lost(floor: float)
     found = schatten.whitening(x, None, 4, floor)
     made = torch.linalg.svdvals(x.double() @ found.turn.double())
     squares = raised(values.square() / values.square().sum())
-    if floor > 1:  # far above the norm: what the first pass lets down the second one leaves there
-        assert (made < 2 * 0.01).all()
-    else:
-        exact = 2 * squares.sort(descending=True).values.sqrt()
-        torch.testing.assert_close(made, exact.expand_as(made), atol=0, rtol=5e-3)
-        assert made.min() > 2 * 0.85
+    length = min(1.0, float(values.norm()) / (2 * floor))
+    exact = 2 * length * squares.sort(descending=True).values.sqrt()
+    torch.testing.assert_close(made, exact.expand_as(made), atol=0, rtol=5e-3)
+    assert made.min() > 2 * length * 0.85
     torch.testing.assert_close(found.squares.double(), made.square().sum(-1), atol=0, rtol=1e-4)
 
 

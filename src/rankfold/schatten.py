@@ -26,7 +26,7 @@ _SMALLEST = 2.0**-8
 _SMALLEST_RAISED = 2.0**-4
 # Steepest for p = ∞ in each factor's part of a vector alone, measured in each of its products.
 WHITENED = "whitened"
-# Where each factor's part goes alone, singular values below this share of its side's norm are the
+# Where each factor's part goes alone, one of less than this share of its side's norm may be the
 # others' rounding, which must not become the step of a factor that has no gradient.
 SMALLEST_PART = 2.0**-16
 _SQUARINGS = {torch.float32: 24, torch.float64: 48}
@@ -92,16 +92,14 @@ def _stretches(low: float, dtype: torch.dtype) -> list[float]:
 def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     """C_b (batch, r, r) for which the blocks X_b C_b are the steepest direction, of norm 1, p < ∞.
 
-    ``grams`` are the X_bᵀX_b. Norms below ``floor`` count as the floor, so that zero stays zero.
+    ``grams`` are the X_bᵀX_b. Where the Frobenius norm of all X_b is below ``floor`` the direction
+    is shorter by as much, so that zero stays zero.
     """
-    total = torch.stack([trace(g) for g in grams]).sum(0).clamp_min(floor**2)
-    size = total.sqrt()[..., None, None]
-    if p == 2:
-        return [identity_like(g) / size for g in grams]
-    scaled = [g / size.square() for g in grams]
-    if p == 1:
-        return [c / size for c in _largest(scaled)]
-    return [c / size for c in _powers(scaled, p)]
+    total = torch.stack([trace(g) for g in grams]).sum(0)
+    square = total.clamp_min(_tiny(total))[..., None, None]
+    length = (total.sqrt() / floor).clamp_max(1)[..., None, None] / square.sqrt()
+    scaled = [g / square for g in grams]
+    return [length * c for c in (_largest(scaled) if p == 1 else _powers(scaled, p))]
 
 
 class Whitening(NamedTuple):
@@ -115,9 +113,9 @@ def whitening(x: Tensor, turn: Tensor | None, partners: int, floor: float) -> Wh
     """C_i for which each X_i C_i by itself has every singular value √partners.
 
     X_i is ``x turn``, (batch, I, m, r) times (batch, 1, r, r), or ``x``: what a factor's part does
-    to all of its products side by side, so that the root mean square over ``partners`` is 1. Norms
-    below ``floor``, and far below that of the whole side, count as
-    that, so that zero stays zero.
+    to all of its products side by side, so that the root mean square over ``partners`` is 1. Where
+    that of its norm is below ``floor``, or its norm far below that of the whole side, X_i C_i is
+    shorter by as much, so that zero stays zero.
 
     Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
     Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
@@ -125,14 +123,13 @@ def whitening(x: Tensor, turn: Tensor | None, partners: int, floor: float) -> Wh
     """
     gram = tall.gram(x) if turn is None else tall.turned_gram(x, turn)
     own = trace(gram)
-    least = (SMALLEST_PART * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
-    scale = torch.maximum(own, least)
-    first = inverse_root(gram, scale)
+    least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
+    first = inverse_root(gram, own.clamp_min(_tiny(own)))
     raised = tall.turned_gram(x, first if turn is None else turn @ first)
-    # What the floor has let down shall not be raised after all.
-    second = inverse_root(raised, scale / own.clamp_min(_tiny(own)), _SMALLEST_RAISED)
-    squares = linalg.squared_norm_weighted(second, raised)
-    return Whitening(math.sqrt(partners) * (first @ second), partners * squares)
+    second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
+    square = partners * (own / least).clamp_max(1)
+    made = square.sqrt()[..., None, None] * (first @ second)
+    return Whitening(made, square * linalg.squared_norm_weighted(second, raised))
 
 
 class Roots(NamedTuple):
