@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import rankfold
 from rankfold.geometries import Pair
 
-from .points import Case, dense, options
+from .points import Case, dense, options, stacked
 
 Projection = Callable[[Tensor], Tensor]
 
@@ -185,6 +185,13 @@ def norm_error(p: float, dtype: torch.dtype) -> float:
 
 
 # Directions of steps ------------------------------------------------------------------------------
+
+
+def gradients(point: Pair, z: Tensor) -> Pair:
+    """Of ⟨Z, W⟩, in the arithmetic of the point."""
+    z = z.to(point.left)
+    left = (z @ stacked(point.right)).view_as(point.left)
+    return Pair(left, (z.mT @ stacked(point.left)).view_as(point.right))
 
 
 def step_direction(case: Case, point: Pair, grad: Pair, normalize: str) -> tuple[Pair, Tensor]:

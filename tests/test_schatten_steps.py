@@ -11,9 +11,11 @@ from torch import nn
 
 import rankfold
 from rankfold.geometries import GEOMETRIES, Pair
+from rankfold.linalg import frobenius
 
 from .points import GRIDS, Case, options, product, stacked
-from .schatten_cases import NORMALIZATIONS, Pairs
+from .reference import ISOMETRIES
+from .schatten_cases import NORMALIZATIONS, Pairs, gradients, step_direction
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -162,3 +164,39 @@ def test_nothing_is_skipped_at_an_optimum(geometry: str) -> None:
     assert not optimizer.counts()
     for x in params:
         assert (x.mT @ x - torch.eye(8)).abs().max() < 1e-6
+
+
+# Rounding ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", ["schatten-inf", "schatten-3", "whitened"])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (1, 1, 40, 30), (2, 3, 40, 30)])
+@pytest.mark.parametrize("name", ISOMETRIES)
+def test_factors_that_are_orthonormal_to_16_bits_alone(
+    name: str, shape: tuple[int, int, int, int], normalize: str
+) -> None:
+    """As after a reload, where a gradient of low rank leaves little beside what is rounding."""
+    case = Case(name, *shape, 8, 3)
+    exact = case.point()
+    noise = case.random(10)
+    z = stacked(noise.left)[..., :1] @ stacked(noise.right)[..., :1].mT
+    rounded = Pair(*(x.bfloat16().float() for x in exact))
+    one = step_direction(case, exact, gradients(exact, z), normalize)[1]
+    other = step_direction(case, rounded, gradients(rounded, z), normalize)[1]
+    assert (frobenius(other.double() - one) < 0.03 * frobenius(one)).all()
+
+
+@pytest.mark.parametrize("normalize", ["schatten-inf", "schatten-3", "whitened"])
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("name", ISOMETRIES)
+def test_near_an_optimum_most_of_a_gradient_is_normal(
+    name: str, grid: tuple[int, int], normalize: str
+) -> None:
+    case = Case(name, *grid, 8, 8, 8, 4)
+    point = case.point()
+    noise = case.random(10)
+    z = product(point) + 1e-4 * stacked(noise.left) @ stacked(noise.right).mT
+    low = Pair(*(x.float() for x in point))
+    one = step_direction(case, point, gradients(point, z), normalize)[1]
+    other = step_direction(case, low, gradients(low, z), normalize)[1]
+    assert (frobenius(other.double() - one) < 0.01 * frobenius(one)).all()

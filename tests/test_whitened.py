@@ -13,7 +13,7 @@ from rankfold.geometries import GEOMETRIES, Pair
 from rankfold.lab.muon import Whitened
 
 from .points import GRIDS, Case, options, product, stacked
-from .schatten_cases import best_value, orthonormal, raised, step_direction
+from .schatten_cases import best_value, gradients, orthonormal, raised, step_direction
 from .watching import Watch
 
 SHAPES = [(6, 5), (3, 5), (3, 3)]
@@ -180,13 +180,6 @@ def test_whitened_is_the_laboratorys() -> None:
 
 
 # Robustness --------------------------------------------------------------------------------------
-
-
-def gradients(point: Pair, z: Tensor) -> Pair:
-    """Of ⟨Z, W⟩, in the arithmetic of the point."""
-    z = z.to(point.left)
-    left = (z @ stacked(point.right)).view_as(point.left)
-    return Pair(left, (z.mT @ stacked(point.left)).view_as(point.right))
 
 
 def single(point: Pair) -> Pair:

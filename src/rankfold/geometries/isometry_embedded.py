@@ -158,9 +158,9 @@ class IsometryEmbeddedGrid(StiefelGeometry):
     ) -> StiefelTangent:
         # The stacked Ξ is a core of (I + 1)×(J + 1) blocks, K_ij = Ω_i − Ψ_j with X̂ below every
         # column and Ŷᵀ beside every row, between all U_i and X, all V_j and Y in frames.
-        (omega, x), (psi, y) = (_stacked_core(side) for side in coords)
-        (i, j), r = (frame.i, frame.j), omega.shape[-1]
-        inner = omega[:, :, None] - psi[:, None]
+        (cross_u, x), (cross_v, y) = (_stacked_core(side) for side in coords)
+        (i, j), r = (frame.i, frame.j), cross_u.shape[-1]
+        inner = skew(cross_u)[:, :, None] - skew(cross_v)[:, None]
         below = x.root[:, None].expand(-1, j, r, r)
         beside = y.root[:, None].expand(-1, i, r, r)
         core = _assemble(inner, below, beside)
@@ -176,8 +176,10 @@ class IsometryEmbeddedGrid(StiefelGeometry):
         # U_i Ω_i + X_i to_x and V_j Ψ_j + Y_j to_y.
         to = (x.inverse @ below)[:, None], (y.inverse @ beside)[:, None]
         made = (
-            tall.combine(side.u, inner - old @ to, side.xi, to)
-            for side, inner, old, to in zip(coords, (rows, columns), (omega, psi), to, strict=True)
+            tall.combine(side.u, inner - cross @ to, side.xi, to)
+            for side, inner, cross, to in zip(
+                coords, (rows, columns), (cross_u, cross_v), to, strict=True
+            )
         )
         return self.coordinates(frame, Pair(*made))
 
@@ -200,10 +202,9 @@ class IsometryEmbeddedGrid(StiefelGeometry):
 
 
 def _stacked_core(side: StiefelSide) -> tuple[Tensor, schatten.Roots]:
-    """Ω_i (batch, I, r, r) of U_i Ω_i + X_i, and the roots of ΣX_iᵀX_i."""
-    omega, square = skew(side.cross()), side.square().sum(1)
-    gram = square - (omega.mT @ omega).sum(1)
-    return omega, schatten.roots(gram, linalg.trace(square))
+    """U_iᵀΞ_i = Ω_i (batch, I, r, r) of U_i Ω_i + X_i, and the roots of ΣX_iᵀX_i."""
+    cross, square, outer = side.split()
+    return cross, schatten.roots(outer.sum(1), linalg.trace(square).sum(1))
 
 
 def _assemble(inner: Tensor, below: Tensor, beside: Tensor) -> Tensor:

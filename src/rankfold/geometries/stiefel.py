@@ -55,6 +55,17 @@ class Side(NamedTuple):
         """ΞᵀΞ of every block, (batch, blocks, r, r)."""
         return tall.gram(self.xi) if self.grams is None else self.grams.square
 
+    def split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """UᵀΞ, ΞᵀΞ, and XᵀX of X = Ξ − U UᵀΞ, of every block, (batch, blocks, r, r).
+
+        XᵀX whatever UᵀU is, and be Ξ tangent or not: factors reloaded from a lower precision are
+        orthonormal to that alone, and what is taken for zero there could leave eigenvalues below 0.
+        """
+        cross, square = self.cross(), self.square()
+        own = tall.gram(self.u) if self.grams is None else self.grams.own
+        twice = tall.add_product(cross, own, cross, 2.0, -1.0)
+        return cross, square, tall.add_product(square, cross.mT, twice, alpha=-1.0)
+
     def squared_norm(self) -> Tensor:
         """‖Ξ‖² over all blocks, (batch,)."""
         if self.grams is None:
@@ -85,12 +96,12 @@ class Correction(NamedTuple):
 class InnerCore(NamedTuple):
     """A tangent vector U K + X of every block as the core (√w K; X), X in an orthonormal frame.
 
-    ``k``, skew, and the ``roots`` of XᵀX are (batch, blocks, r, r), ``weight`` is √w, and ``size``
-    (batch, 1) the norm of all blocks together.
+    ``cross`` is UᵀΞ, of which K is the skew part and the rest is rounding; it and the ``roots`` of
+    XᵀX are (batch, blocks, r, r). ``weight`` is √w, ``size`` (batch, 1) the norm of all blocks.
     """
 
     side: Side
-    k: Tensor
+    cross: Tensor
     roots: schatten.Roots
     weight: float
     size: Tensor
@@ -98,10 +109,10 @@ class InnerCore(NamedTuple):
     @staticmethod
     def of(side: Side, weight: float) -> InnerCore:
         """The core of a vector."""
-        k, square = skew(side.cross()), side.square()
+        cross, square, outer = side.split()
         squares = linalg.trace(square)
-        roots = schatten.roots(square - k.mT @ k, squares)
-        return InnerCore(side, k, roots, weight, squares.sum(1, keepdim=True).sqrt())
+        roots = schatten.roots(outer, squares)
+        return InnerCore(side, cross, roots, weight, squares.sum(1, keepdim=True).sqrt())
 
     def steepest(self, inner: Tensor, p: float, floor: float) -> Steepest:
         """The direction of every block by itself, (batch, blocks, 2r, r), with ``inner`` for K."""
@@ -110,9 +121,9 @@ class InnerCore(NamedTuple):
 
     def vector(self, core: Tensor) -> Tensor:
         """The vector (batch, blocks, m, r) that a core (batch, blocks, 2r, r) stands for."""
-        r = self.k.shape[-1]
+        r = self.cross.shape[-1]
         inner, to_x = core[..., :r, :] / self.weight, self.roots.inverse @ core[..., r:, :]
-        return tall.combine(self.side.u, inner - self.k @ to_x, self.side.xi, to_x)
+        return tall.combine(self.side.u, inner - self.cross @ to_x, self.side.xi, to_x)
 
 
 def steepest_factor(inner: Tensor, outer: Tensor, p: float, floor: float | Tensor) -> Steepest:
@@ -220,7 +231,7 @@ class StiefelGeometry(Geometry):
     ) -> StiefelTangent:
         """The steepest direction of every factor by itself, where sides are counted so much."""
         cores = [InnerCore.of(side, self.inner_weight**0.5) for side in coords]
-        inners = self.inner_parts(*(core.k for core in cores))
+        inners = self.inner_parts(*(skew(core.cross) for core in cores))
         found = [
             core.steepest(inner, p, floor / weight)
             for core, inner, weight in zip(cores, inners, weights, strict=True)
