@@ -200,3 +200,19 @@ def test_near_an_optimum_most_of_a_gradient_is_normal(
     one = step_direction(case, point, gradients(point, z), normalize)[1]
     other = step_direction(case, low, gradients(low, z), normalize)[1]
     assert (frobenius(other.double() - one) < 0.01 * frobenius(one)).all()
+
+
+@pytest.mark.parametrize("normalize", ["metric", "spectral", *NORMALIZATIONS])
+@pytest.mark.parametrize("shape", [(1, 1, 5, 4, 1), (2, 1, 8, 6, 4)])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_gradients_whose_squares_vanish_are_finite(
+    name: str, shape: tuple[int, int, int, int, int], normalize: str
+) -> None:
+    case = Case(name, *shape, 3)
+    point = Pair(*(x.float() for x in case.point()))
+    grad = case.ambient(case.point(), 10)[1]
+    told = options(case.geometry.retractions[0], normalize=normalize)
+    for scale in 10.0 ** -torch.arange(18.0, 42.0, 2.0):
+        landed = case.geometry.step(point, Pair(*((scale * x).float() for x in grad)), None, told)
+        assert not landed.events["skipped"].any()
+        torch.testing.assert_close(product(landed.point), product(point), atol=1e-5, rtol=0)

@@ -161,6 +161,11 @@ def frobenius(x: Tensor) -> Tensor:
     return squared_norm(x, 2).sqrt()
 
 
+def least_norm(dtype: torch.dtype) -> float:
+    """The smallest norm to divide by: the squares that a smaller one is made of have vanished."""
+    return float(torch.finfo(dtype).tiny ** 0.5)
+
+
 class Frame(NamedTuple):
     """An orthonormal basis ``factor @ inverse`` of a factor's columns, not formed itself.
 
@@ -292,8 +297,8 @@ def spectral_norm(cc: Tensor, uc: Tensor, dd: Tensor, vd: Tensor, i: int, j: int
     tiny = torch.finfo(cc.dtype).tiny
     eye = identity_like(cc).expand_as(cc)
     # Work on a matrix of norm about one, so that the blocks of P are comparable.
-    size = (trace(cc) + trace(dd)).sqrt().clamp_min(tiny)
-    s = size[..., None, None]
+    size, least = (trace(cc) + trace(dd)).sqrt(), least_norm(cc.dtype)
+    s = size.clamp_min(least)[..., None, None]
     p = torch.cat([torch.cat([cc / s / s, uc.mT / s], -1), torch.cat([uc / s, i * eye], -1)], -2)
     q = torch.cat([torch.cat([j * eye, vd / s], -1), torch.cat([vd.mT / s, dd / s / s], -1)], -2)
     # The estimate is off by at most about 2r / 2^squarings, when many values crowd at the top.
@@ -303,7 +308,8 @@ def spectral_norm(cc: Tensor, uc: Tensor, dd: Tensor, vd: Tensor, i: int, j: int
         top = top / trace(top)[..., None, None].clamp_min(tiny)
     weight = top @ q
     value = trace(weight @ p @ q) / trace(weight).clamp_min(tiny)
-    return size * value.clamp_min(0).sqrt()
+    # Below the least norm overlaps are there yet, and squares no longer.
+    return torch.where(size < least, size, size * value.clamp_min(0).sqrt())
 
 
 def sylvester(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def steepest_tangent(core: Tensor, normal: Projection, p: float, floor: float | 
         found = steepest_tangent(core.mT, lambda x: normal(x.mT).mT, p, floor)
         return Steepest(found.direction.mT, found.value)
     size = linalg.frobenius(core)
-    unit = core / _per_core(size.clamp_min(torch.finfo(size.dtype).tiny))
+    unit = core / _per_core(size.clamp_min(linalg.least_norm(size.dtype)))
     direction = _split(unit, normal, p) if p > 2 else _descend(unit, normal, p)
     direction = direction - normal(direction)
     direction = direction * _per_core((size / floor).clamp_max(1) / _size(direction, p))
@@ -168,7 +168,7 @@ def _power(x: Tensor, squarings: int, p: float) -> Tensor:
     # The Gram matrix to the q/2 − 1 is ``power``, but for a factor whose logarithm is kept.
     power, log_scale = gram, torch.zeros_like(gram[..., 0, 0])
     for k in range(squarings + 1):
-        size = linalg.frobenius(power).clamp_min(tiny)
+        size = linalg.frobenius(power).clamp_min(linalg.least_norm(x.dtype))
         power, log_scale = power / _per_core(size), log_scale + size.log()
         if k < squarings:
             power, log_scale = power @ power, 2 * log_scale
@@ -188,7 +188,7 @@ def _size(x: Tensor, p: float) -> Tensor:
         values, _, sound = _eigen(gram)
         size = torch.linalg.vector_norm(values.sqrt(), p, dim=-1)
         size = torch.where(sound[..., 0, 0], size, torch.nan)
-    return size.clamp_min(math.sqrt(torch.finfo(x.dtype).tiny))
+    return size.clamp_min(linalg.least_norm(x.dtype))
 
 
 def _eigen(gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
