@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankfold import Factor, Grid, RiemannianSGD
+from rankfold import Factor, Grid, RiemannianSGD, recommended
 
 from .parts import CASES, Parts
 from .reference import GEOMETRIES
@@ -121,9 +121,29 @@ def test_what_cannot_be() -> None:
     for rate in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="'pair': rate must be finite and not negative"):
             Grid(a, b, name="pair", rate=rate)
+        pair = Grid(a, b, name="pair")
+        with pytest.raises(ValueError, match="'pair': rate must be finite and not negative"):
+            pair.rate = rate
+        with pytest.raises(ValueError, match=r"'pair\.vo': rate must be finite and not negative"):
+            recommended(Grid(a, b, name="pair.vo"), vo_rate=rate)
     grid = Grid(a, b, rate=50.0)
     assert "rate=50" in repr(grid)
-    optimizer = RiemannianSGD(grid, 0.1, geometry="fixed-quotient", weight_decay=0.3)
+    options: dict[str, Any] = {"geometry": "fixed-quotient", "weight_decay": 0.3}
+    too_fast = r"lr times weight_decay must be below 1.*5\.0 · 0\.3"
+    with pytest.raises(ValueError, match=too_fast):
+        RiemannianSGD(grid, 0.1, **options)
+    optimizer = RiemannianSGD(grid, 0.05, **options)
+    optimizer.param_groups[0]["lr"] = 0.1
     a.grad = b.grad = torch.ones_like(a)
-    with pytest.raises(ValueError, match=r"lr times weight_decay must be below 1.*5\.0 · 0\.3"):
+    with pytest.raises(ValueError, match=too_fast):
         optimizer.step()
+
+
+def test_weight_decay_goes_by_what_a_grid_takes() -> None:
+    a, b = (nn.Parameter(torch.eye(4)[:, :2] + 0.1) for _ in range(2))
+    grid = Grid(a, b, rate=0.1)
+    optimizer = RiemannianSGD(grid, 5.0, geometry="fixed-quotient", weight_decay=0.3)
+    before = (a @ b.mT).detach()
+    a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+    optimizer.step()
+    torch.testing.assert_close((a @ b.mT).detach(), (1 - 0.1 * 5.0 * 0.3) * before)

@@ -78,7 +78,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
     _check_normalization(options)
     _check_momentum(options)
-    check_decay(options)
     _check_scale(options)
 
 
@@ -124,10 +123,10 @@ def _check_momentum(options: Mapping[str, Any]) -> None:
         )
 
 
-def check_decay(options: Mapping[str, Any], share: float = 1.0) -> None:
-    """Raise if an option of weight decay is out of range; the learning rate may have changed.
+def check_decay(options: Mapping[str, Any], rate: float) -> None:
+    """Raise if an option of weight decay is out of range, for a grid of this rate.
 
-    ``share`` is what a grid takes of it.
+    Not once and for all: learning rates change.
     """
     decay, target, lr = options["weight_decay"], options["decay_to"], options["lr"]
     for option, value in (("weight_decay", decay), ("decay_to", target)):
@@ -140,10 +139,10 @@ def check_decay(options: Mapping[str, Any], share: float = 1.0) -> None:
         )
     if target and not decay:
         raise ValueError("decay_to is where weight_decay leads, and needs one above 0")
-    if not isinstance(lr, Tensor) and share * lr * decay >= 1:
+    if not isinstance(lr, Tensor) and rate * lr * decay >= 1:
         raise ValueError(
             f"lr times weight_decay must be below 1, the share of a weight that a step may take, "
-            f"got {share * lr} · {decay}"
+            f"got {rate * lr} · {decay}"
         )
 
 
@@ -169,6 +168,7 @@ def check_grid(name: str, grid: Grid, options: Mapping[str, Any], taken: set[int
 
     ``taken`` holds the ids of parameters that belong to other groups.
     """
+    check_decay(options, grid.rate)
     geometry = geometry_for(options["geometry"], grid.lefts, grid.rights)
     retraction = options["retraction"]
     if retraction is not None and retraction not in geometry.retractions:

@@ -182,9 +182,7 @@ class Grid:
         self.groups = groups
         self.left = _as_factors(left)
         self.right = _as_factors(right)
-        label = "grid" if name is None else f"grid {name!r}"
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ValueError(f"{label}: rate must be finite and not negative, got {rate}")
+        label = self._label
         for side in ("left", "right"):
             factors: list[Factor] = getattr(self, side)
             if not factors:
@@ -212,6 +210,21 @@ class Grid:
         if len(devices) > 1:
             raise ValueError(f"{label}: its parameters are on several devices, {devices}")
         require_disjoint([(f"{label}: {side}[{k}]", factor) for side, k, factor in self.factors()])
+
+    @property
+    def _label(self) -> str:
+        return "grid" if self.name is None else f"grid {self.name!r}"
+
+    @property
+    def rate(self) -> float:
+        """Its learning rate, as a multiple of that of its parameter group; may be set."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"{self._label}: rate must be finite and not negative, got {rate}")
+        self._rate = rate
 
     def __repr__(self) -> str:
         rate = "" if self.rate == 1 else f", rate={self.rate:g}"
