@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rankfold import Grid, RiemannianSGD, polar
+from rankfold import Grid, RiemannianSGD, kernels, polar
+from rankfold.geometries.fixed_embedded import FixedEmbedded
 
+from . import points
 from .beyond import SHAPES, check
 from .problems import Case
 from .reference import FIXED, retractions
@@ -162,3 +166,24 @@ def test_a_learning_rate_that_has_risen_too_far_changes_nothing() -> None:
     with pytest.raises(ValueError, match="lr times weight_decay must be below 1"):
         train(model, optimizer, [1])
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_fused_step_that_would_take_more_than_there_is_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rates of tensors are not looked at, and no NaN may be written for them."""
+    here = points.Case("fixed-embedded", 1, 1, 6, 5, 3, 1)
+    geometry, point = here.geometry, here.point()
+    assert isinstance(geometry, FixedEmbedded)
+    frame = geometry.frame(point)
+    coords = geometry.coordinates(frame, here.ambient(point, 10)[1])
+    square = torch.zeros_like(coords.k)
+    made = [square] * 4, [square] * 4, square[..., 0], torch.ones_like(square[:, 0, 0])
+    fused = SimpleNamespace(fixed_embedded=lambda *_: made)
+    monkeypatch.setattr(kernels, "retraction", fused, raising=False)
+    lr = torch.tensor([0.5, 3.0], dtype=torch.float64)
+    told = replace(points.options("svd", weight_decay=0.6), lr=lr)
+    landing = geometry._retract_in_one(frame, coords, -lr, told)
+    assert landing.alive.tolist() == [True, False]
+    assert torch.equal(landing.point.left[1], point.left[1])
+    assert not torch.equal(landing.point.left[0], point.left[0])

@@ -196,6 +196,8 @@ class FixedEmbedded(EmbeddedGeometry):
             root = (1 - options.shrink_of(coords.k)) ** 0.5
             new, to = [root * x for x in new], [root * x for x in to]
             to[:2] = [x + (root - 1) * linalg.identity_like(x) for x in to[:2]]
+            # A learning rate on the device may be too large for this decay, and leaves no root.
+            norm = norm * (1 - options.shrink) ** 0.5
         alive = norm <= options.largest
         left = tall.move(coords.left.a, to[0], coords.left.t, to[2], alive)
         right = tall.move(coords.right.a, to[1], coords.right.t, to[3], alive)
