@@ -16,7 +16,9 @@ from . import tall
 from .factors import Grid, describe
 from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry, scale
 from .linalg import frobenius, skew
+from .precision import exact_arithmetic
 from .schatten import by_products, exponent
+from .stacks import Plan, itself
 
 NUMBERS = (
     *("lr", "momentum", "second_moment", "weight_decay", "decay_to"),
@@ -265,6 +267,14 @@ def check_orthonormal(
                     f"{tolerance:g}; start from orthonormal factors, for instance with "
                     "rankfold.orthonormalize_(grids)"
                 )
+
+
+def require_orthonormal(plan: Plan, scaled: bool) -> None:
+    """`check_orthonormal` of all stacks of a plan."""
+    with torch.no_grad(), exact_arithmetic(plan.device_types):
+        weights = plan.gather(itself)
+        for stack in plan.stacks:
+            check_orthonormal(stack.members, stack.read(weights), stack.rounded, scaled)
 
 
 def check_full_rank(members: Sequence[str], point: Pair) -> None:

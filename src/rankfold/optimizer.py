@@ -184,7 +184,7 @@ class RiemannianSGD(StatefulOptimizer):
         group["params"] = list(params.values())
         present = [(n, g) for n, g in labelled if g.params()[0].device.type != "meta"]
         if is_isometry(options["geometry"]):
-            self._require_orthonormal(Plan(present), options["scale_lr"] is not None)
+            checks.require_orthonormal(Plan(present), options["scale_lr"] is not None)
         super().add_param_group(group)
 
     @torch.no_grad()
@@ -260,7 +260,7 @@ class RiemannianSGD(StatefulOptimizer):
             return
         isometry = is_isometry(group["geometry"])
         if isometry:
-            self._require_orthonormal(plan, group["scale_lr"] is not None)
+            checks.require_orthonormal(plan, group["scale_lr"] is not None)
         for mover in movers(plan, {"weight": itself, "grad": grad_of}, fresh):
             for stack, at in chunks(mover):
                 names, point = stack.members[at], mover.read("weight", stack, at)
@@ -270,13 +270,6 @@ class RiemannianSGD(StatefulOptimizer):
                 checks.warn_if_inconsistent(names, point, grad, isometry)
         for stack in fresh:
             self._looked_at.update(stack.members)
-
-    def _require_orthonormal(self, plan: Plan, scaled: bool) -> None:
-        with torch.no_grad(), exact_arithmetic(plan.device_types):
-            weights = plan.gather(itself)
-            for stack in plan.stacks:
-                point = stack.read(weights)
-                checks.check_orthonormal(stack.members, point, stack.rounded, scaled)
 
     def _update(
         self,
