@@ -148,6 +148,11 @@ def test_an_error_in_the_products_changes_nothing() -> None:
         optimizer.step()
 
 
+def test_nothing_to_combine() -> None:
+    with pytest.raises(ValueError, match="no optimizers to combine"):
+        CombinedOptimizer([])
+
+
 def test_zero_grad() -> None:
     model = Language()
     optimizer = build(model)

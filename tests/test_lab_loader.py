@@ -178,6 +178,18 @@ def test_batches_of_a_split_corpus(tmp_path: Path, cache: Path) -> None:
             assert loader.next().tolist() == samples
 
 
+@pytest.mark.parametrize(("documents", "words"), [(1, "1 document"), (3, "3 documents")])
+def test_a_long_text_of_few_documents_warns(documents: int, words: str) -> None:
+    config, tokens = DataConfig(batch=2, context=4), store([1000] * documents)
+    with pytest.warns(UserWarning, match=f"at most 0.8% of these .* there is but {words}"):
+        Loader(tokens, config, END, seed=0)
+
+
+@pytest.mark.parametrize("lengths", [[70], [1000] * 32, [0] * 20])
+def test_other_texts_do_not(lengths: list[int]) -> None:
+    Loader(store(lengths), DataConfig(batch=2, context=4), END, seed=0)
+
+
 def test_too_little_text_for_a_batch() -> None:
     tokens = store([5, 6])
     for which, make in (

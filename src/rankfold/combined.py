@@ -35,6 +35,8 @@ class CombinedOptimizer(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
+        if not self.optimizers:
+            raise ValueError("there are no optimizers to combine")
         self._owners: list[int] = []  # which of the optimizers each parameter group belongs to
         for k, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:

@@ -72,8 +72,8 @@ class RiemannianSGD(StatefulOptimizer):
             W + ηλ (σ polar(W) − W).
         scale_lr: for isometries: learn one scale s for the products of a member, W_ij = s U_i V_jᵀ.
             It is kept in the factors, √s in each. log s moves by this rate, a float or a 0-dim
-            tensor, times the cosine between factors and their gradients. 0 keeps scales as they
-            are, None is for factors without one.
+            tensor, times the cosine between factors and their gradients, whatever `Grid.rate` is.
+            0 keeps scales as they are, None is for factors without one.
         norm_floor: c > 0; steps are divided by max(norm, c).
         retraction: by name, or None for the geometry's default. ``fixed-embedded``: svd,
             orthographic. ``fixed-quotient``: additive. ``isometry-embedded``: svd for single

@@ -8,6 +8,7 @@ number of documents used so far is the whole state.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +18,17 @@ from numpy.typing import NDArray
 from .corpus import DataConfig
 from .tokens import DataError, Tokens, scrambled
 
+# A text of fewer documents than this, of which a pass sees a smaller share, is one that its user
+# took for a long one.
+_FEW_DOCUMENTS, _SMALL_SHARE = 32, 0.1
+
 
 class Loader:
     """Training batches without end, in an order that follows from seed and epoch alone."""
 
     def __init__(self, tokens: Tokens, config: DataConfig, end_of_text: int, seed: int) -> None:
         _check_enough(tokens, config, "training")
+        _check_use(tokens, config)
         self._tokens = tokens
         self._config = config
         self._end_of_text = end_of_text
@@ -95,6 +101,19 @@ def _check_enough(tokens: Tokens, config: DataConfig, which: str) -> None:
         raise DataError(
             f"the {which} documents have {have} tokens and one batch of {config.batch} x "
             f"{config.context} needs {need}: give more text or make batch or context smaller"
+        )
+
+
+def _check_use(tokens: Tokens, config: DataConfig) -> None:
+    have = int(tokens.lengths.sum()) + len(tokens)
+    share = len(tokens) * config.batch * config.context / have
+    if len(tokens) < _FEW_DOCUMENTS and share < _SMALL_SHARE:
+        documents = "1 document" if len(tokens) == 1 else f"{len(tokens)} documents"
+        warnings.warn(
+            f"training sees at most {share:.1%} of these {have:,} tokens, nearly the same in every "
+            f"pass: a batch begins with a new document, and there is but {documents}; part the "
+            "text into more, in a text file by NUL bytes",
+            stacklevel=3,
         )
 
 
