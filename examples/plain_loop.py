@@ -24,7 +24,7 @@ def main() -> None:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    optimizer = rankfold.build_optimizer(model, lr=0.02, base="muon", base_lr=3e-3)
+    optimizer = rankfold.build_optimizer(model, lr=0.004, base="muon", base_lr=3e-3)
     print(optimizer)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     text = torch.tensor(list(Path(__file__).read_bytes()))

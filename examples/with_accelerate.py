@@ -26,7 +26,7 @@ def main() -> None:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    optimizer = rankfold.build_optimizer(model, lr=0.02, base_lr=3e-3)
+    optimizer = rankfold.build_optimizer(model, lr=0.004, base_lr=3e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, gamma=0.5)
     text = list(Path(__file__).read_bytes())
     pieces = [torch.tensor(text[k : k + 32]) for k in range(0, len(text) - 32, 8)]

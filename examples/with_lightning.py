@@ -37,7 +37,7 @@ class Language(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer for all parameters, and a scheduler of all its groups."""
-        optimizer = rankfold.build_optimizer(self, lr=0.02, base_lr=3e-3)
+        optimizer = rankfold.build_optimizer(self, lr=0.004, base_lr=3e-3)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 

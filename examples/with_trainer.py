@@ -32,7 +32,7 @@ def main() -> None:
                 warmup_steps=2, logging_steps=10, save_steps=30, report_to="none",
                 disable_tqdm=True, dataloader_pin_memory=False,
             )  # fmt: skip
-            optimizer = rankfold.build_optimizer(model, lr=0.02, base_lr=3e-3)
+            optimizer = rankfold.build_optimizer(model, lr=0.004, base_lr=3e-3)
             trainer = Trainer(model, arguments, train_dataset=dataset, optimizers=(optimizer, None))
             trainer.train(resume_from_checkpoint=resume)
         for entry in trainer.state.log_history:
