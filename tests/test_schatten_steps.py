@@ -216,3 +216,21 @@ def test_gradients_whose_squares_vanish_are_finite(
         landed = case.geometry.step(point, Pair(*((scale * x).float() for x in grad)), None, told)
         assert not landed.events["skipped"].any()
         torch.testing.assert_close(product(landed.point), product(point), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("normalize", ["metric", *NORMALIZATIONS])
+@pytest.mark.parametrize("shape", [(1, 1, 9, 8, 4), (2, 1, 9, 8, 4)])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_small_gradients_above_the_floor_are_whole_steps(
+    name: str, shape: tuple[int, int, int, int, int], normalize: str
+) -> None:
+    case = Case(name, *shape, 3)
+    point = Pair(*(x.float() for x in case.point()))
+    grad = case.ambient(case.point(), 10)[1]
+    told = options(case.geometry.retractions[0], normalize=normalize, norm_floor=1e-17)
+    moved = (
+        case.geometry.step(point, Pair(*((scale * x).float() for x in grad)), None, told).point
+        for scale in (1.0, 1e-14)
+    )
+    one, other = (product(end) - product(point) for end in moved)
+    assert (frobenius(other - one) < 1e-3 * frobenius(one)).all()

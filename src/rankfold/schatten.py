@@ -96,7 +96,7 @@ def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     is shorter by as much, so that zero stays zero.
     """
     total = torch.stack([trace(g) for g in grams]).sum(0)
-    square = total.clamp_min(_tiny(total))[..., None, None]
+    square = total.clamp_min(_least_square(total))[..., None, None]
     length = (total.sqrt() / floor).clamp_max(1)[..., None, None] / square.sqrt()
     scaled = [g / square for g in grams]
     return [length * c for c in (_largest(scaled) if p == 1 else _powers(scaled, p))]
@@ -124,7 +124,7 @@ def whitening(x: Tensor, turn: Tensor | None, partners: int, floor: float) -> Wh
     gram = tall.gram(x) if turn is None else tall.turned_gram(x, turn)
     own = trace(gram)
     least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
-    first = inverse_root(gram, own.clamp_min(_tiny(own)))
+    first = inverse_root(gram, own.clamp_min(_least_square(own)))
     raised = tall.turned_gram(x, first if turn is None else turn @ first)
     second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
     square = partners * (own / least).clamp_max(1)
@@ -145,13 +145,14 @@ def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = _SMALLEST
     ``whole`` (...) is the square norm of a vector that the Gram matrix is of a part of, and was
     perhaps found as a difference: then its rounding is small beside the whole, not beside itself.
     """
-    scale = (trace(gram) if whole is None else whole).clamp_min(_tiny(gram))
+    scale = (trace(gram) if whole is None else whole).clamp_min(_least_square(gram))
     inverse = inverse_root(gram, scale, smallest)
     return Roots(gram @ inverse, inverse)
 
 
-def _tiny(x: Tensor) -> float:
-    return math.sqrt(torch.finfo(x.dtype).tiny)
+def _least_square(x: Tensor) -> float:
+    """Of the norms that can be divided by."""
+    return linalg.least_norm(x.dtype) ** 2
 
 
 def _largest(grams: list[Tensor]) -> list[Tensor]:
