@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rankfold
-from rankfold.geometries import Pair
+from rankfold.geometries import Pair, Sides
 
 from .points import Case, dense, options, stacked
 
@@ -194,10 +194,12 @@ def gradients(point: Pair, z: Tensor) -> Pair:
     return Pair(left, (z.mT @ stacked(point.left)).view_as(point.right))
 
 
-def step_direction(case: Case, point: Pair, grad: Pair, normalize: str) -> tuple[Pair, Tensor]:
+def step_direction(
+    case: Case, point: Pair, grad: Pair, normalize: str, sides: Sides | None = None
+) -> tuple[Pair, Tensor]:
     """What a step goes along, as rates of both factors, and as a matrix."""
     geometry = case.geometry
-    told = options(geometry.retractions[0], normalize=normalize)
+    told = options(geometry.retractions[0], normalize=normalize, sides=sides)
     frame = geometry.frame(point)
     coords = geometry.coordinates(frame, geometry.gradient(frame, grad))
     found = geometry.direction(frame, coords, told)

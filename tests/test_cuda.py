@@ -141,6 +141,17 @@ def test_nor_do_groups_with_rates_of_their_own(algorithm: tuple[Any, ...], kind:
     step_without_waiting(problem, optimizer)
 
 
+@pytest.mark.usefixtures("sync_errors")
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nor_do_sides(algorithm: tuple[Any, ...]) -> None:
+    problem = Problem(algorithm[1], "cuda", torch.float32)
+    for k, grid in enumerate(problem.grids):
+        grid.sides = (1.0, 0.5 + 0.25 * (k % 2))
+    rates = [torch.tensor(1e-3, device="cuda"), torch.tensor(2e-3, device="cuda")]
+    optimizer = with_rates(problem, algorithm, rates, momentum=0.9, normalize="whitened")
+    step_without_waiting(problem, optimizer)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_tf32_settings_change_nothing(algorithm: tuple[Any, ...]) -> None:
     results = []

@@ -15,9 +15,10 @@ from torch import Tensor
 from . import tall
 from .factors import Grid, describe
 from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry, scale
+from .groups import Owner
 from .linalg import frobenius, skew
 from .precision import exact_arithmetic
-from .schatten import by_products, exponent
+from .schatten import WHITENED, by_products, exponent
 from .stacks import Plan, itself
 
 NUMBERS = (
@@ -125,11 +126,20 @@ def _check_momentum(options: Mapping[str, Any]) -> None:
         )
 
 
-def check_decay(options: Mapping[str, Any], rate: float) -> None:
-    """Raise if an option of weight decay is out of range, for a grid of this rate.
+def check_rate(options: Mapping[str, Any], owner: Owner) -> None:
+    """Raise if grids of this rate cannot have these options.
 
     Not once and for all: learning rates change.
     """
+    if owner.uneven and options["normalize"] != WHITENED:
+        raise ValueError(
+            f"Grid.sides other than (1, 1) need normalize='whitened', where each factor goes by "
+            f"itself; got normalize={options['normalize']!r}"
+        )
+    _check_decay(options, owner.share)
+
+
+def _check_decay(options: Mapping[str, Any], rate: float) -> None:
     decay, target, lr = options["weight_decay"], options["decay_to"], options["lr"]
     for option, value in (("weight_decay", decay), ("decay_to", target)):
         if not (math.isfinite(value) and value >= 0):
@@ -170,7 +180,6 @@ def check_grid(name: str, grid: Grid, options: Mapping[str, Any], taken: set[int
 
     ``taken`` holds the ids of parameters that belong to other groups.
     """
-    check_decay(options, grid.rate)
     geometry = geometry_for(options["geometry"], grid.lefts, grid.rights)
     retraction = options["retraction"]
     if retraction is not None and retraction not in geometry.retractions:

@@ -272,10 +272,16 @@ def _lines(index: int, group: Group) -> Iterator[str]:
 
 def _products(grids: Sequence[Grid]) -> str:
     """How many, and how many of them by a rate of their own: ``8 products (4 at 8·lr)``."""
-    members: Counter[float] = Counter()
+    members: Counter[tuple[float, float]] = Counter()
     for grid in grids:
-        members[grid.rate] += grid.groups
-    apart = ", ".join(f"{members[rate]} at {rate:g}·lr" for rate in sorted(members) if rate != 1)
+        left, right = (grid.rate * side for side in grid.sides)
+        members[left, right] += grid.groups
+
+    def shown(left: float, right: float) -> str:
+        return f"{left:g}·lr" if left == right else f"{left:g}·lr and {right:g}·lr"
+
+    own = sorted(rates for rates in members if rates != (1, 1))
+    apart = ", ".join(f"{members[rates]} at {shown(*rates)}" for rates in own)
     return _count(members.total(), "product") + (f" ({apart})" if apart else "")
 
 

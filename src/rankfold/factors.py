@@ -166,6 +166,8 @@ class Grid:
             heads belong to key/value heads. Each member is one product of I × J blocks.
         name: how errors and diagnostics call this grid; its members are ``name[g]``.
         rate: its learning rate, as a multiple of that of its parameter group.
+        sides: what the left and what the right factors' part of a step is multiplied with, for
+            ``normalize="whitened"``, where each factor goes by itself.
     """
 
     def __init__(
@@ -176,9 +178,11 @@ class Grid:
         groups: int = 1,
         name: str | None = None,
         rate: float = 1.0,
+        sides: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self.name = name
         self.rate = rate
+        self.sides = sides
         self.groups = groups
         self.left = _as_factors(left)
         self.right = _as_factors(right)
@@ -226,9 +230,25 @@ class Grid:
             raise ValueError(f"{self._label}: rate must be finite and not negative, got {rate}")
         self._rate = rate
 
+    @property
+    def sides(self) -> tuple[float, float]:
+        """By what both factors' parts of a whitened step are multiplied; may be set."""
+        return self._sides
+
+    @sides.setter
+    def sides(self, sides: tuple[float, float]) -> None:
+        left, right = sides
+        if not (math.isfinite(left + right) and min(left, right) >= 0 < max(left, right)):
+            raise ValueError(
+                f"{self._label}: sides must be two finite numbers, none negative and not both 0, "
+                f"got {sides}"
+            )
+        self._sides = (left, right)
+
     def __repr__(self) -> str:
         rate = "" if self.rate == 1 else f", rate={self.rate:g}"
-        inside = f"left={self.left}, right={self.right}, groups={self.groups}{rate}"
+        sides = "" if self.sides == (1, 1) else f", sides={self.sides}"
+        inside = f"left={self.left}, right={self.right}, groups={self.groups}{rate}{sides}"
         return f"Grid(name={self.name!r}, {inside})"
 
     @property

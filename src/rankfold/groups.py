@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .eager import uncompiled
 from .factors import Grid
-from .geometries import Geometry, StepOptions
+from .geometries import Geometry, Sides, StepOptions
 from .stacks import Plan, Stack
 
 Group = dict[str, Any]
@@ -97,24 +97,46 @@ def alike(groups: Sequence[Group], options: Sequence[str]) -> list[list[int]]:
 class Rate(NamedTuple):
     """The learning rate of a stack's members: a float or 0-dim tensor for all, or (batch,).
 
-    ``longest`` is the largest of numbers that differ, which the host knows.
+    ``longest`` is the largest of numbers that differ, which the host knows. ``sides`` is what each
+    side's part of a step is of that rate, None for all of it.
     """
 
     lr: float | Tensor
     longest: float | None = None
+    sides: Sides | None = None
 
     def of(self, members: slice) -> Rate:
         """That of some members."""
-        if isinstance(self.lr, Tensor) and self.lr.dim():
-            return self._replace(lr=self.lr[members])
-        return self
+        lr, sides = self.lr, self.sides
+        if isinstance(lr, Tensor) and lr.dim():
+            lr = lr[members]
+        if sides is not None:
+            sides = Sides(*(side[members] for side in sides))
+        return self._replace(lr=lr, sides=sides)
 
 
 class Owner(NamedTuple):
-    """What sets a member's learning rate: its group, by position, and its grid's share of it."""
+    """What sets a member's learning rate: its group, by position, and its grid.
+
+    ``share`` of the group's rate is that of the grid's faster side, and ``sides`` are both sides'
+    shares of this one, so that no part of a step is longer than the rate of its member.
+    """
 
     group: int
     share: float
+    sides: tuple[float, float]
+
+    @classmethod
+    def of(cls, group: int, grid: Grid) -> Owner:
+        """Of the members of a grid."""
+        left, right = grid.sides
+        faster = max(left, right)
+        return cls(group, faster * grid.rate, (left / faster, right / faster))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether its sides differ."""
+        return self.sides != (1, 1)
 
     def rate(self, groups: Sequence[Group]) -> Any:
         """As it is now; 0-dim, so that a float64 tensor does not widen float32 steps."""
@@ -140,12 +162,16 @@ class Owners:
         # Made with the plan: a copy to the device waits for it, and no graph could record it.
         places = [self.distinct.index(owner) for owner in owners]
         self._places = torch.tensor(places, device=device) if len(self.distinct) > 1 else None
+        self._sides = None
+        if any(owner.uneven for owner in owners):
+            both = torch.tensor([owner.sides for owner in owners], dtype=stack.dtype, device=device)
+            self._sides = Sides(*both.unbind(1))
 
     def rate(self, groups: Sequence[Group]) -> Rate:
         """The members' learning rates as they are now, without a look at tensors."""
         first = self.distinct[0]
         if self._places is None or all(owner.is_like(first, groups) for owner in self.distinct):
-            return Rate(first.rate(groups))
+            return Rate(first.rate(groups), None, self._sides)
         rates = [owner.rate(groups) for owner in self.distinct]
         # Filled one by one: a list of numbers would be copied from the host, and a graph is to read
         # tensors where they are.
@@ -153,7 +179,7 @@ class Owners:
         for entry, lr in zip(table.unbind(), rates, strict=True):
             entry.fill_(lr)
         longest = None if isinstance(rates[0], Tensor) else max(rates)
-        return Rate(table.index_select(0, self._places), longest)
+        return Rate(table.index_select(0, self._places), longest, self._sides)
 
 
 class JointPlan:
@@ -175,6 +201,7 @@ def step_options(group: Group, rate: Rate, geometry: Geometry, largest: float) -
     return StepOptions(
         lr=rate.lr,
         longest=rate.longest,
+        sides=rate.sides,
         momentum=float(group["momentum"]),
         normalize=group["normalize"],
         norm_floor=group["norm_floor"],

@@ -173,6 +173,7 @@ class RiemannianSGD(StatefulOptimizer):
         labelled = list(zip(names, grids, strict=True))
         taken = {id(p) for other in self.param_groups for p in other["params"]}
         for name, grid in labelled:
+            checks.check_rate(options, Owner.of(0, grid))
             checks.check_grid(name, grid, options, taken)
         require_disjoint(
             (f"grid {name!r}: {side}[{k}]", factor)
@@ -228,7 +229,7 @@ class RiemannianSGD(StatefulOptimizer):
     def _plans_of(self, together: list[int]) -> list[JointPlan]:
         """Plans for those of their grids with gradients now, kept until these or dtypes change."""
         active = [
-            (Owner(index, grid.rate), name, grid)
+            (Owner.of(index, grid), name, grid)
             for index, group in ((index, self.param_groups[index]) for index in together)
             for name, grid in zip(group["grid_names"], group["grids"], strict=True)
             if checks.has_gradients(name, grid)
@@ -249,7 +250,7 @@ class RiemannianSGD(StatefulOptimizer):
     def _look(self, group: Group, joint: JointPlan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
         for owner in joint.owners:
-            checks.check_decay(self.param_groups[owner.group], owner.share)
+            checks.check_rate(self.param_groups[owner.group], owner)
         plan = joint.plan
         if group["on_nonfinite"] == "raise":
             for mover in movers(plan, {"grad": grad_of}):

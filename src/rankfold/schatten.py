@@ -109,13 +109,15 @@ class Whitening(NamedTuple):
     squares: Tensor
 
 
-def whitening(x: Tensor, turn: Tensor | None, partners: int, floor: float) -> Whitening:
+def whitening(
+    x: Tensor, turn: Tensor | None, partners: int, floor: float, share: Tensor | None = None
+) -> Whitening:
     """C_i for which each X_i C_i by itself has every singular value √partners.
 
     X_i is ``x turn``, (batch, I, m, r) times (batch, 1, r, r), or ``x``: what a factor's part does
     to all of its products side by side, so that the root mean square over ``partners`` is 1. Where
     that of its norm is below ``floor``, or its norm far below that of the whole side, X_i C_i is
-    shorter by as much, so that zero stays zero.
+    shorter by as much, so that zero stays zero. ``share`` (batch,) is what is made of each.
 
     Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
     Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
@@ -128,6 +130,8 @@ def whitening(x: Tensor, turn: Tensor | None, partners: int, floor: float) -> Wh
     raised = tall.turned_gram(x, first if turn is None else turn @ first)
     second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
     square = partners * (own / least).clamp_max(1)
+    if share is not None:
+        square = square * share[:, None].square()
     made = square.sqrt()[..., None, None] * (first @ second)
     return Whitening(made, square * linalg.squared_norm_weighted(second, raised))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import EVENTS, Geometry, Outcome, Pair, StepOptions
+from .base import EVENTS, Geometry, Outcome, Pair, Sides, StepOptions
 from .fixed_embedded import FixedEmbedded
 from .fixed_quotient import FixedQuotient
 from .isometry_canonical import IsometryCanonical
@@ -15,6 +15,7 @@ __all__ = [
     "Geometry",
     "Outcome",
     "Pair",
+    "Sides",
     "StepOptions",
     "geometry_for",
     "is_isometry",

@@ -18,6 +18,7 @@ from .. import schatten, tall
 from . import course
 from .course import Running
 from .terms import Pair as Pair
+from .terms import Sides as Sides
 from .terms import StepOptions as StepOptions
 
 # What can happen to a member in a step, in the words of `RiemannianSGD.counts`.
@@ -111,11 +112,11 @@ class Geometry(ABC):
         """
 
     @abstractmethod
-    def whitened(self, frame: Any, coords: Any, floor: float) -> Any:
+    def whitened(self, frame: Any, coords: Any, floor: float, sides: Sides | None) -> Any:
         """The same for p = ∞, but with each factor's part of the vector by itself.
 
         What it does to its products, all side by side and over the root of how many they are, has
-        norm 1. ``floor`` bounds the norms of what the parts do from below.
+        norm 1, or that of its side. ``floor`` bounds the norms of what the parts do from below.
         """
 
     def direction(self, frame: Any, coords: Any, options: StepOptions) -> Any:
@@ -124,7 +125,7 @@ class Geometry(ABC):
         if p is None or p == 2:
             return coords
         if options.normalize == schatten.WHITENED:
-            return self.whitened(frame, coords, options.norm_floor)
+            return self.whitened(frame, coords, options.norm_floor, options.sides)
         return self.steepest(frame, coords, p, options.norm_floor)
 
     @abstractmethod

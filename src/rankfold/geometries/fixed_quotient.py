@@ -25,7 +25,7 @@ from .. import linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from . import decay
-from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
+from .base import Geometry, Landing, Pair, Sides, StepOptions, flatten_blocks
 
 
 class GramFrame(NamedTuple):
@@ -124,7 +124,7 @@ class FixedQuotient(Geometry):
         # steepest vector downstairs, and each side finds its own.
         whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
         if p == math.inf:
-            return self._whitened(frame, coords, whole, (1, 1), floor)
+            return self._whitened(frame, coords, whole, (1, 1), floor, None)
         grams = [tall.turned_gram(x, c.lower[:, None]) for x, c in _partnered(frame, whole)]
         found = schatten.directions(grams, p, floor)
         squares = (
@@ -132,10 +132,12 @@ class FixedQuotient(Geometry):
         )
         return self._turned(frame, coords, whole, found, squares)
 
-    def whitened(self, frame: GramFrame, coords: WeighedTangent, floor: float) -> WeighedTangent:
+    def whitened(
+        self, frame: GramFrame, coords: WeighedTangent, floor: float, sides: Sides | None
+    ) -> WeighedTangent:
         left, right = coords.vector
         partners = right.shape[1], left.shape[1]
-        return self._whitened(frame, coords, coords.vector, partners, floor)
+        return self._whitened(frame, coords, coords.vector, partners, floor, sides)
 
     def _whitened(
         self,
@@ -144,11 +146,14 @@ class FixedQuotient(Geometry):
         parts: Pair,
         partners: tuple[int, int],
         floor: float,
+        sides: Sides | None,
     ) -> WeighedTangent:
         """Each of the ``parts`` (batch, parts, m, r) of the vector by itself."""
         found = [
-            schatten.whitening(x, partner.lower[:, None], count, floor)
-            for (x, partner), count in zip(_partnered(frame, parts), partners, strict=True)
+            schatten.whitening(x, partner.lower[:, None], count, floor, side)
+            for (x, partner), count, side in zip(
+                _partnered(frame, parts), partners, sides or (None, None), strict=True
+            )
         ]
         turns, squares = zip(*found, strict=True)
         return self._turned(frame, coords, parts, turns, squares)

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew
 from ..steepest import steepest_tangent
-from .base import Landing, Pair, StepOptions, flatten_blocks
+from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 from .stiefel import (
     Correction,
@@ -57,11 +57,17 @@ class IsometryEmbedded(EmbeddedGeometry):
         one = linalg.identity_like(frame.left[..., : frame.left.shape[-1], :])
         return one, one
 
-    def whitened(self, frame: Pair, coords: TangentXKY, floor: float) -> TangentXKY:
+    def whitened(
+        self, frame: Pair, coords: TangentXKY, floor: float, sides: Sides | None
+    ) -> TangentXKY:
         x, y = (schatten.roots(gram, coords.square) for gram in (coords.xx, coords.yy))
         k, r = coords.k, coords.k.shape[-1]
         left = steepest_factor(k, x.root, math.inf, floor).direction
         right = steepest_factor(k.mT, y.root, math.inf, floor).direction
+        if sides is not None:
+            left, right = (
+                side[:, None, None] * d for side, d in zip(sides, (left, right), strict=True)
+            )
         inner = left[:, :r] + right[:, :r].mT
         return self.tangent(frame, coords, inner, x.inverse @ left[:, r:], y.inverse @ right[:, r:])
 

@@ -25,7 +25,7 @@ from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew, sym
 from ..steepest import Steepest, shares, steepest_tangent
 from ..tall import Grams, Plus
-from .base import Geometry, Landing, Pair, StepOptions
+from .base import Geometry, Landing, Pair, Sides, StepOptions
 
 
 class StiefelFrame(NamedTuple):
@@ -208,11 +208,13 @@ class StiefelGeometry(Geometry):
         self, frame: StiefelFrame, coords: StiefelTangent, p: float, floor: float
     ) -> StiefelTangent:
         # The loss does not change along common rotations, so each factor finds its own direction.
-        return self._by_factors(frame, coords, p, floor, (frame.j**0.5, frame.i**0.5))
+        return self._by_factors(frame, coords, p, floor, (frame.j**0.5, frame.i**0.5), None)
 
-    def whitened(self, frame: StiefelFrame, coords: StiefelTangent, floor: float) -> StiefelTangent:
+    def whitened(
+        self, frame: StiefelFrame, coords: StiefelTangent, floor: float, sides: Sides | None
+    ) -> StiefelTangent:
         # What a factor does to each of its products alone has the singular values of Ξ_U itself.
-        return self._by_factors(frame, coords, math.inf, floor, (1.0, 1.0))
+        return self._by_factors(frame, coords, math.inf, floor, (1.0, 1.0), sides)
 
     def inner_parts(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         """UᵀΞ of each factor's own part of the vector, from that of all factors.
@@ -228,6 +230,7 @@ class StiefelGeometry(Geometry):
         p: float,
         floor: float,
         weights: tuple[float, float],
+        sides: Sides | None,
     ) -> StiefelTangent:
         """The steepest direction of every factor by itself, where sides are counted so much."""
         cores = [InnerCore.of(side, self.inner_weight**0.5) for side in coords]
@@ -237,6 +240,8 @@ class StiefelGeometry(Geometry):
             for core, inner, weight in zip(cores, inners, weights, strict=True)
         ]
         lengths = shares([w * x.value for w, x in zip(weights, found, strict=True)], p)
+        if sides is not None:
+            lengths = [x * side[:, None] for x, side in zip(lengths, sides, strict=True)]
         made = (
             core.vector(x.direction * (length / weight)[..., None, None])
             for core, x, length, weight in zip(cores, found, lengths, weights, strict=True)

@@ -23,12 +23,21 @@ class Pair(NamedTuple):
     right: Tensor
 
 
+class Sides(NamedTuple):
+    """One number (batch,) for the left and one for the right factors of a member."""
+
+    left: Tensor
+    right: Tensor
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """What a step is told, besides tensors. ``lr`` is a float, a 0-dim tensor, or (batch,).
 
-    ``longest`` is the largest of (batch,) learning rates where the host knows it. A ``capturable``
-    step runs the same operations whatever the value of ``lr``, a tensor, is.
+    ``longest`` is the largest of (batch,) learning rates where the host knows it. ``sides``, each
+    (batch,) and at most 1, is what a whitened step takes of the left and of the right factors'
+    parts, None for all. A ``capturable`` step runs the same operations whatever the value of
+    ``lr``, a tensor, is.
     """
 
     lr: float | Tensor
@@ -50,6 +59,7 @@ class StepOptions:
     decay_to: float = 0.0
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
     longest: float | None = None
+    sides: Sides | None = None
 
     @property
     def shrink(self) -> float | Tensor:
