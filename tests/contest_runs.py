@@ -67,19 +67,28 @@ class Lab:
         return Outcome(config.key, status, "", loss)
 
 
-def bowl(best: dict[str, int], momentum: float = 0.95, gap: float = 0.05, vo: int = 0) -> LossOf:
+def exponents(config: RunConfig) -> tuple[int, int, int]:
+    """Of the rates of query·key products, values and outputs."""
+    told = config.optimizer
+    rates = told.lr, told.lr * told.vo_rate, told.lr * told.vo_rate * told.output_rate
+    qk, v, o = (round(math.log2(rate)) for rate in rates)
+    return qk, v, o
+
+
+def bowl(
+    best: dict[str, int], momentum: float = 0.95, gap: float = 0.05, vo: int = 0, o: int = 0
+) -> LossOf:
     """A loss with its least value at these exponents, of value·output products ``vo`` higher.
 
-    Ours is ``gap`` below all others.
+    In these it is ``o`` higher for outputs. Ours is ``gap`` below all others.
     """
 
     def loss(config: RunConfig) -> float:
         name, seed, told = method_of(config), config.training.seed, config.optimizer
-        away = math.log2(told.lr) - best[name]
-        share = math.log2(told.vo_rate)
+        qk, values, outputs = (rate - best[name] for rate in exponents(config))
         noise = random.Random(f"{name}{seed}").gauss(0, 0.003)
         ours = gap if METHODS[name].kind == "ours" else 0.0
-        rates = away**2 + (away + share - vo) ** 2
+        rates = qk**2 + (values - vo) ** 2 + (outputs - vo - o) ** 2
         return 4 + rates + abs(told.momentum - momentum) + seed / 50 + noise - ours
 
     return loss

@@ -38,6 +38,19 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
     [
         ({"optimizer.rate": 1}, "there is no option 'optimizer.rate'"),
         ({"optimizer.vo_rate": 0}, "vo_rate must be above 0"),
+        ({"optimizer.output_rate": 0}, "output_rate must be above 0"),
+        (
+            {"optimizer.output_rate": 2, "optimizer.name": "fixed-quotient"},
+            "output_rate needs optimizer.normalize whitened.*not metric",
+        ),
+        (
+            {
+                "optimizer.output_rate": 2,
+                "optimizer.name": "muon",
+                "optimizer.weight_decay": 0.1,
+            },
+            "output_rate needs optimizer.weight_decay 0: with muon",
+        ),
         ({"optimiser.lr": 1}, "groups are model, data, optimizer, training"),
         ({"optimizer.lr": "fast"}, "optimizer.lr is a number"),
         ({"optimizer.lr": "nan"}, "optimizer.lr is a number"),

@@ -16,13 +16,12 @@ from rankfold.lab.contest import (
     Cell,
     Contest,
     Losses,
-    Setting,
-    grown,
     run_contest,
 )
 from rankfold.lab.contest_report import results, write_contest
+from rankfold.lab.tuning import Setting, grown
 
-from .contest_runs import CENTRES, Lab, bowl, contest, method_of
+from .contest_runs import CENTRES, Lab, bowl, contest, exponents, method_of
 
 
 @pytest.mark.parametrize(
@@ -50,19 +49,23 @@ def test_all_are_tuned_alike_and_compared_on_fresh_seeds(tmp_path: Path) -> None
     for name, method in METHODS.items():
         runs = [config for config in lab.made if method_of(config) == name]
         tuning = [c for c in runs if c.training.seed == TUNING_SEED]
-        assert [away(c, CENTRES[name]) for c in tuning] == [
-            *((-1, -1, 0.9), (0, 0, 0.9), (1, 1, 0.9)),  # both rates
-            *((0, -1, 0.9), (0, 1, 0.9)),  # that of value·output products
-            *((0, 0, 0.6), (0, 0, 0.8), (0, 0, 0.95)),
-            *((-1, 0, 0.95), (1, 0, 0.95)),  # that of query·key products
-            *((0, -1, 0.95), (0, 1, 0.95)),  # and once more
+        wanted = [
+            *((-1, -1, -1, 0.9), (0, 0, 0, 0.9), (1, 1, 1, 0.9)),  # all rates
+            *((0, -1, -1, 0.9), (0, 1, 1, 0.9)),  # that of value·output products
+            *((0, 0, 0, 0.6), (0, 0, 0, 0.8), (0, 0, 0, 0.95)),
+            *((-1, 0, 0, 0.95), (1, 0, 0, 0.95)),  # that of query·key products
+            *((0, -1, -1, 0.95), (0, 1, 1, 0.95)),  # and once more
         ]
+        if method.kind != "reference":  # whose factors have one rate
+            wanted += [(0, 0, -1, 0.95), (0, 0, 1, 0.95)]  # that of output weights
+            wanted += [(0, -1, 0, 0.95), (0, 1, 0, 0.95)]  # that of value weights
+        assert [away(c, CENTRES[name]) for c in tuning] == wanted
         finals = runs[len(tuning) :]
         assert [c.training.seed for c in finals] == list(range(8))
-        assert {away(c, CENTRES[name]) for c in finals} == {(0, 0, 0.95)}
+        assert {away(c, CENTRES[name]) for c in finals} == {(0, 0, 0, 0.95)}
         choice = held.tuning(cell, method, Losses(tmp_path))[1]
         assert choice is not None
-        assert choice.setting == Setting(CENTRES[name], CENTRES[name], 0.95)
+        assert choice.setting == level(CENTRES[name], 0.95)
         assert choice.interior
         assert choice.loss == pytest.approx(6.0, abs=0.06)
     alike = {(c.optimizer.weight_decay, c.optimizer.masters, c.model.final_norm) for c in lab.made}
@@ -71,21 +74,25 @@ def test_all_are_tuned_alike_and_compared_on_fresh_seeds(tmp_path: Path) -> None
     assert {(c.optimizer.normalize, c.optimizer.nesterov) for c in ours} == {("whitened", True)}
 
 
-def away(config: RunConfig, centre: int) -> tuple[int, int, float]:
-    """How far the two rates are from the centre, and the momentum."""
-    told = config.optimizer
-    both = (math.log2(told.lr), math.log2(told.lr * told.vo_rate))
-    return int(both[0]) - centre, int(both[1]) - centre, told.momentum
+def away(config: RunConfig, centre: int) -> tuple[int, int, int, float]:
+    """How far the rates are from the centre, and the momentum."""
+    told, rates = config.optimizer, exponents(config)
+    return rates[0] - centre, rates[1] - centre, rates[2] - centre, told.momentum
 
 
-def test_the_two_rates_are_tuned_one_by_one(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, bowl(CENTRES, vo=3))
+def level(exponent: int, momentum: float) -> Setting:
+    """All rates alike."""
+    return Setting(exponent, exponent, exponent, momentum)
+
+
+def test_rates_are_tuned_one_by_one(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, bowl(CENTRES, vo=3, o=-2))
     held = contest()
     run_contest(held, tmp_path, lab.make, "tune")
     for name in held.methods:
         choice = held.tuning(held.cells()[0], METHODS[name], Losses(tmp_path))[1]
         assert choice is not None
-        assert choice.setting == Setting(CENTRES[name], CENTRES[name] + 3, 0.95)
+        assert choice.setting == Setting(CENTRES[name], CENTRES[name] + 3, CENTRES[name] + 1, 0.95)
         assert choice.interior
     assert max(Counter(c.key for c in lab.made).values()) == 1
 
@@ -102,7 +109,7 @@ def test_rates_that_another_momentum_wants_are_found(tmp_path: Path) -> None:
     for name in held.methods:
         choice = held.tuning(held.cells()[0], METHODS[name], Losses(tmp_path))[1]
         assert choice is not None
-        assert choice.setting == Setting(CENTRES[name] + 1, CENTRES[name], 0.8)
+        assert choice.setting == Setting(CENTRES[name] + 1, CENTRES[name], CENTRES[name], 0.8)
         assert choice.interior
 
 
@@ -121,7 +128,7 @@ def test_a_centre_that_is_off_is_left_behind(tmp_path: Path) -> None:
     for name in held.methods:
         choice = held.tuning(held.cells()[0], METHODS[name], Losses(tmp_path))[1]
         assert choice is not None
-        assert choice.setting == Setting(best[name], best[name], 0.9)
+        assert choice.setting == level(best[name], 0.9)
         assert choice.interior
     assert max(Counter(c.key for c in lab.made).values()) == 1
 
@@ -255,10 +262,11 @@ def test_contests_that_cannot_be_held(changed: dict[str, Any], words: str) -> No
 def test_the_papers_contest() -> None:
     held = Contest("paper", tuple(METHODS), ("mha", "gqa", "rope"), (1000, 10000), 8, ("none",))
     for cell in held.cells():
-        config = held.config(cell, METHODS["muon"], Setting(-7, -6, 0.9), 0)
+        config = held.config(cell, METHODS["muon"], Setting(-7, -6, -5, 0.9), 0)
         assert (config.model.layers, config.model.weights) == (6, "bfloat16")
         assert config.optimizer.other_lr == 2.0**-10
         assert config.model.rope == config.model.qk_norm == (cell.model == "rope")
         assert (config.model.kv_heads == 1) == (cell.model == "gqa")
         assert config.training.graph
         assert (config.optimizer.lr, config.optimizer.vo_rate) == (2.0**-7, 2.0)
+        assert config.optimizer.output_rate == 2.0

@@ -19,10 +19,10 @@ from rankfold.lab.contest import (
     TUNING_SEED,
     Cell,
     Choice,
-    Setting,
     run_contest,
 )
 from rankfold.lab.contest_report import Entry, Result, standing, write_contest
+from rankfold.lab.tuning import Setting
 
 from .contest_runs import CENTRES, Lab, bowl, contest
 from .lab_runs import small, write_corpus
@@ -33,7 +33,7 @@ from .lab_runs import small, write_corpus
 def result_of(losses: dict[str, list[float]], planned: int = 8) -> Result:
     """A cell in which each method has these losses."""
     entries = [
-        Entry(METHODS[name], Choice(Setting(-7, -7, 0.9), 4.0, True), dict(enumerate(values)))
+        Entry(METHODS[name], Choice(Setting(-7, -7, -7, 0.9), 4.0, True), dict(enumerate(values)))
         for name, values in losses.items()
     ]
     return Result(Cell("mha", 1000, "none"), planned, entries)
@@ -176,12 +176,12 @@ def test_where_a_contest_stands(tmp_path: Path) -> None:
     assert "tuning 0 of 9 runs known so far, comparison 0 of 6, 600 steps left" in fresh
     lab = Lab(tmp_path, bowl(CENTRES))
     run_contest(held, tmp_path, lab.make, "tune")
-    assert "tuning 36 of 36" in standing(held, tmp_path)
+    assert "tuning 48 of 48" in standing(held, tmp_path)
     assert "comparison 0 of 6, about 0 min left at 10.0 ms a step" in standing(held, tmp_path)
     run_contest(held, tmp_path, lab.make)
     text = standing(held, tmp_path)
     assert "comparison 6 of 6" in text
-    assert text.count("finished") == 42
+    assert text.count("finished") == 54
 
 
 # The command -------------------------------------------------------------------------------------

@@ -56,10 +56,17 @@ VARIANTS: list[dict[str, Any]] = [
         "optimizer__name": "fixed-quotient",
         "optimizer__normalize": "whitened",
         "optimizer__vo_rate": 4.0,
+        "optimizer__output_rate": 2.0,
         "optimizer__momentum": 0.8,
     },
     {"optimizer__name": "muon", "optimizer__momentum": 0.9},
-    {"optimizer__name": "muon", "optimizer__momentum": 0.9, "optimizer__vo_rate": 4.0},
+    {
+        "optimizer__name": "muon",
+        "optimizer__momentum": 0.9,
+        "optimizer__vo_rate": 4.0,
+        "optimizer__output_rate": 2.0,
+        "optimizer__weight_decay": 0.0,
+    },
     {"optimizer__name": "dion", "optimizer__momentum": 0.9, "optimizer__dion_rank": 0.5},
     {"optimizer__name": "whitened", "optimizer__momentum": 0.9, "optimizer__masters": False},
 ]

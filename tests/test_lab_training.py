@@ -13,10 +13,9 @@ import torch
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import graphs, records
 from rankfold.lab.config import (
-    OptimizerConfig,
     TrainingConfig,
 )
-from rankfold.lab.model import MODEL_PRESETS, Attention, Decoder
+from rankfold.lab.model import Decoder
 from rankfold.lab.optimizers import Riemannian, WideAdamW, build
 from rankfold.lab.training import Progress, rate_factor, train
 
@@ -93,43 +92,6 @@ def test_wide_adamw_on_bfloat16(masters: bool) -> None:
     else:
         assert torch.equal(weight[big], before[big])
     assert ours.inner.state[ours.wide[0]]["exp_avg"].dtype == torch.float32
-
-
-def attentions(decoder: Decoder) -> list[Attention]:
-    return [m for m in decoder.modules() if isinstance(m, Attention)]
-
-
-@pytest.mark.parametrize("model", ["tiny", "tiny-gqa"])
-@pytest.mark.parametrize("name", ["adamw", "muon", "whitened", *GEOMETRIES])  # Dion draws bases
-def test_value_output_products_have_a_rate_of_their_own(name: str, model: str) -> None:
-    lr, seen = 2.0**-6, {}
-    for label, lr_of_run, vo_rate in (("one", lr, 1.0), ("double", 2 * lr, 1.0), ("both", lr, 2.0)):
-        config = OptimizerConfig(name=name, lr=lr_of_run, vo_rate=vo_rate, momentum=0.5)
-        decoder = Decoder(MODEL_PRESETS[model], 50, seed=2)
-        stepper, _ = build(decoder, config)
-        assert stepper is not None
-        for k in range(3):
-            if k == 1 and label == "both":  # goes on from what was kept
-                kept = stepper.state_dict()
-                stepper, _ = build(decoder, config)
-                assert stepper is not None
-                stepper.load_state_dict(kept)
-            decoder.zero_grad()
-            # Linear in query·key and value·output products, so that neither sees the other move.
-            for layer in attentions(decoder):
-                for one, other in ((layer.q, layer.k), (layer.v, layer.o)):
-                    weights = one.weight, other.weight.mT if other is layer.o else other.weight
-                    blocks = [w.unflatten(0, (-1, 16)) for w in weights]
-                    (blocks[0].mT @ blocks[1] * torch.arange(64.0).cos()).sum().backward()
-            stepper.set_lr(lr_of_run)
-            stepper.step()
-        seen[label] = {x: getattr(attentions(decoder)[0], x).weight.detach() for x in "qkvo"}
-    start = attentions(Decoder(MODEL_PRESETS[model], 50, seed=2))[0]
-    for x in "qkvo":
-        like, unlike = ("one", "double") if x in "qk" else ("double", "one")
-        torch.testing.assert_close(seen["both"][x], seen[like][x], atol=1e-5, rtol=1e-4)
-        moved = seen["both"][x] - getattr(start, x).weight
-        assert (seen["both"][x] - seen[unlike][x]).norm() > 0.2 * moved.norm()
 
 
 def test_momentum_is_adamws_first_beta_on_attention(corpus: Path) -> None:

@@ -35,7 +35,8 @@ class OptimizerConfig:
     ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
     own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``dion_rank`` the share of a
     head's rank that Dion's updates have. ``lr`` is that of query·key products; value·output ones go
-    by ``vo_rate`` times it. For geometries: ``momentum_form``, ``nesterov``,
+    by ``vo_rate`` times it, and of these the output weights by ``output_rate`` times that, which
+    with a geometry wants "whitened" steps. For geometries: ``momentum_form``, ``nesterov``,
     ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none",
     "whitened" or "schatten-p"), ``retraction``, empty for the geometry's own, ``product_decay`` and
     ``decay_to``, the weight decay of products, and ``scale_lr``, if not 0, the rate of a learned
@@ -61,6 +62,7 @@ class OptimizerConfig:
     masters: bool = True
     dion_rank: float = 1.0
     vo_rate: float = 1.0
+    output_rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -201,8 +203,20 @@ def _check(config: RunConfig) -> None:
         raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
     if not 0 < optimizer.dion_rank <= 1:
         raise ValueError(f"optimizer.dion_rank must be in (0, 1], not {optimizer.dion_rank}")
-    if not optimizer.vo_rate > 0:
-        raise ValueError(f"optimizer.vo_rate must be above 0, not {optimizer.vo_rate}")
+    for name in ("vo_rate", "output_rate"):
+        if not getattr(optimizer, name) > 0:
+            raise ValueError(f"optimizer.{name} must be above 0, not {getattr(optimizer, name)}")
+    if optimizer.output_rate != 1:
+        if optimizer.name in GEOMETRIES and optimizer.normalize != "whitened":
+            raise ValueError(
+                "optimizer.output_rate needs optimizer.normalize whitened, where each factor goes "
+                f"by itself, not {optimizer.normalize}"
+            )
+        if optimizer.name in ("muon", "whitened", "dion") and optimizer.weight_decay:
+            raise ValueError(
+                "optimizer.output_rate needs optimizer.weight_decay 0: with "
+                f"{optimizer.name} both factors decay at one rate"
+            )
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")

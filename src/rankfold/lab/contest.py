@@ -4,9 +4,10 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
 
 1. At the shortest horizon, one line of settings after the other, each through the best so far: the
    learning rate of all products, in powers of two from the method's centre; that of value·output
-   products alone; the momentum; and then, as another momentum wants other rates, that of query·key
-   products and once more that of value·output ones. Where the best rate is the first or the last of
-   its line, the line grows by one rate at that end, until it is neither.
+   products alone; the momentum; then, as another momentum wants other rates, that of query·key
+   products and once more that of value·output ones; and in these that of output weights alone, and
+   of value weights. Where the best rate is the first or the last of its line, the line grows by one
+   rate at that end, until it is neither.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
    rule. All else stays.
 3. The best setting is run on the seeds from 0 on.
@@ -18,27 +19,25 @@ where it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import records
 from .config import RunConfig, preset
 from .statistics import final_loss
 from .sweep import Outcome
+from .tuning import LINES, LONGER_LINES, Line, Setting, grown
 
-MOMENTA = (0.6, 0.8, 0.9, 0.95)
 TUNING_SEED = 100
-# By so many rates a line may grow. One that wants more is reported as not tuned to the end.
-MOST_GROWTH = 4
 _MOMENTUM = 0.9  # until it is tuned
 
 
 @dataclass(frozen=True)
 class Method:
-    """An entry of the contest: two learning rates and a momentum are all that is tuned.
+    """An entry of the contest: learning rates and a momentum are all that is tuned.
 
     ``kind`` is "adamw", "muon" (what is to be beaten), "pair" (Muon as seen by products, beside
     ours), "ours" or "reference" (ours, but no candidate). ``centres`` are powers of two, by preset.
@@ -48,6 +47,14 @@ class Method:
     kind: str
     options: Mapping[str, Any]
     centres: Mapping[str, int]
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What is tuned at the shortest horizon.
+
+        A metric step has one length for both factors of a product, so that they have one rate.
+        """
+        return LINES[:-2] if self.kind == "reference" else LINES
 
 
 def _rival(name: str, kind: str, paper: int, tiny: int) -> Method:
@@ -158,45 +165,6 @@ class Cell:
         return f"{words[self.model]}, {self.steps:,} steps, {annealing}"
 
 
-class Setting(NamedTuple):
-    """What is tuned: rates 2^qk and 2^vo of query·key and value·output products, and momentum."""
-
-    qk: int
-    vo: int
-    momentum: float
-
-    @property
-    def options(self) -> dict[str, float]:
-        """Of a run."""
-        return {
-            "optimizer.lr": 2.0**self.qk,
-            "optimizer.vo_rate": 2.0 ** (self.vo - self.qk),
-            "optimizer.momentum": self.momentum,
-        }
-
-
-class Line(NamedTuple):
-    """Settings ``k`` steps away from the best so far: those to begin with, and if it may grow."""
-
-    at: Callable[[Setting, int], Setting]
-    start: tuple[int, ...] = (-1, 0, 1)
-    grows: bool = True
-
-
-def _both(best: Setting, k: int) -> Setting:
-    return best._replace(qk=best.qk + k, vo=best.vo + k)
-
-
-_QUERY_KEY = Line(lambda best, k: best._replace(qk=best.qk + k))
-_VALUE_OUTPUT = Line(lambda best, k: best._replace(vo=best.vo + k))
-_SMOOTHER = Line(
-    lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False
-)
-# Tuned one after the other.
-LINES: tuple[Line, ...] = (Line(_both), _VALUE_OUTPUT, _SMOOTHER, _QUERY_KEY, _VALUE_OUTPUT)
-LONGER_LINES: tuple[Line, ...] = (Line(_both, (-1, 0)),)
-
-
 @dataclass(frozen=True)
 class Choice:
     """A tuned setting and its loss on the tuning seed.
@@ -231,24 +199,6 @@ class Losses:
         return self._known[key]
 
 
-def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
-    """A line of exponents, longer by those it is known to want."""
-    line = sorted(line)
-    for _ in range(MOST_GROWTH):
-        losses = [loss(each) for each in line]
-        known = [x for x in losses if x is not None]
-        if len(known) < len(line):
-            break
-        best = known.index(min(known))  # the lowest rate, if all diverged
-        if best == 0:
-            line = [line[0] - 1, *line]
-        elif best == len(line) - 1:
-            line = [*line, line[-1] + 1]
-        else:
-            break
-    return line
-
-
 @dataclass(frozen=True)
 class Contest:
     """Who takes part in what; ``extra`` options are those of every run."""
@@ -274,7 +224,7 @@ class Contest:
                 if name not in known:
                     raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
         decided = {"training.steps", "training.annealing", "training.seed"}
-        decided |= Setting(0, 0, 0.0).options.keys() | MODELS["rope"][1].keys()
+        decided |= Setting(0, 0, 0, 0.0).options.keys() | MODELS["rope"][1].keys()
         decided |= {name for method in METHODS.values() for name in method.options}
         for name in sorted(decided & self.extra.keys()):
             raise ValueError(f"{name} is the contest's to choose, and cannot be set")
@@ -321,7 +271,8 @@ class Contest:
         """The runs that tuning is known to want, and what it chooses once all of them ended."""
         wanted: dict[str, RunConfig] = {}
         centre = method.centres[self.preset]
-        choice, lines = Choice(Setting(centre, centre, _MOMENTUM), math.inf, True), LINES
+        start = Setting(centre, centre, centre, _MOMENTUM)
+        choice, lines = Choice(start, math.inf, True), method.lines
         if cell.steps > self.shortest:
             runs, chosen = self.tuning(replace(cell, steps=self.shortest), method, losses)
             if chosen is None or math.isinf(chosen.loss):

@@ -14,14 +14,15 @@ from matplotlib.figure import Figure
 
 from . import records
 from .config import RunConfig
-from .contest import MOMENTA, MOST_GROWTH, TUNING_SEED, Cell, Choice, Contest, Losses, Method
+from .contest import TUNING_SEED, Cell, Choice, Contest, Losses, Method
 from .figures import Drawn, rate, write_figures
 from .report import Findings, fixed, p_value, signed, write_csv, write_report
 from .statistics import Paired, deviation, mean, paired
+from .tuning import MOMENTA, MOST_GROWTH
 
 GOAL, LEVEL, SEEDS = 0.01, 0.01, 8  # nats below the best Muon, p-value, seeds at least
 _TIMED_RUNS = 8
-_COLUMNS = ["method", "lr of QK", "of VO", "momentum", "tried", "loss", "std", "seeds"]
+_COLUMNS = ["method", "lr of QK", "of V", "of O", "momentum", "tried", "loss", "std", "seeds"]
 _COLUMNS += ["− best Muon", "p", "− AdamW", "p", "− pair", "p"]
 _COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "pair": "#c47f3a"}
 _COLOURS |= {"ours": "#0000ff", "reference": "#8c8c8c"}
@@ -205,7 +206,8 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         "Every method was tuned by the same rule, one line of settings after the other: learning "
         "rates in powers of two, half of its centre to twice it; that of value·output products "
         f"alone; momenta {', '.join(f'{m:g}' for m in MOMENTA)}; that of query·key products alone, "
-        "and once more that of value·output products. Where the best rate is at the end of its "
+        "and once more that of value·output products; and, but for metric steps, that of output "
+        "weights alone and that of value weights. Where the best rate is at the end of its "
         f"line, the line grows there, by {MOST_GROWTH} rates at most. That was at "
         f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate was "
         f"tuned alone. Centres: {', '.join(centres)}. “Tried” counts the runs of a tuning, "
@@ -229,10 +231,10 @@ def _ranked(result: Result) -> list[Entry]:
 
 
 def _line(result: Result, entry: Entry) -> list[str]:
-    tuned = ["–"] * 3
+    tuned = ["–"] * 4
     if entry.choice is not None:
         setting, mark = entry.choice.setting, "" if entry.choice.interior else "*"
-        tuned = [rate(2.0**k) + mark for k in (setting.qk, setting.vo)]
+        tuned = [rate(2.0**k) + mark for k in (setting.qk, setting.v, setting.o)]
         end = setting.momentum in (MOMENTA[0], MOMENTA[-1])
         tuned.append(f"{setting.momentum:g}" + ("*" if end else ""))
     seeds = (
@@ -249,7 +251,7 @@ def _line(result: Result, entry: Entry) -> list[str]:
 
 def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
     yield [
-        *("model", "steps", "annealing", "method", "kind", "lr_qk", "lr_vo", "momentum"),
+        *("model", "steps", "annealing", "method", "kind", "lr_qk", "lr_v", "lr_o", "momentum"),
         *("interior", "tuning_loss", "tuning_runs", "seeds", "diverged", "loss", "std"),
         *(
             f"{what}_{n}"
@@ -262,10 +264,11 @@ def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
         cell, rival = result.cell, result.rival
         for entry in _ranked(result):
             chosen = entry.choice
-            tuned: list[Any] = [""] * 5
+            tuned: list[Any] = [""] * 6
             if chosen is not None:
-                qk, vo, momentum = chosen.setting
-                tuned = [2.0**qk, 2.0**vo, momentum, int(chosen.interior), chosen.loss]
+                *rates, momentum = chosen.setting
+                tuned = [2.0**k for k in rates]
+                tuned += [momentum, int(chosen.interior), chosen.loss]
             numbers = [entry.loss, entry.spread]
             for other in result.measures:
                 test = entry.against(other)

@@ -62,9 +62,12 @@ class Dion(Muon):
         momentum: float,
         weight_decay: float,
         masters: bool,
+        sides: tuple[float, float] = (1.0, 1.0),
         rank: float = 1.0,
     ) -> None:
-        super().__init__(grids, lr, momentum=momentum, weight_decay=weight_decay, masters=masters)
+        super().__init__(
+            grids, lr, momentum=momentum, weight_decay=weight_decay, masters=masters, sides=sides
+        )
         generator = torch.Generator().manual_seed(0)
 
         def draw(blocks: Sequence[Tensor]) -> Tensor:

@@ -50,9 +50,10 @@ class Muon:
     its own: Nesterov momentum, `sign`, decoupled weight decay. torch's factor √max(1, rows/columns)
     of the learning rate is √(m/r), whichever way the weight that holds the block is stored.
 
-    With ``masters`` a float32 copy of low-precision weights lives on between steps; without, each
-    step begins at the rounded weights. A graph can record a step if ``lr`` is a tensor on the
-    device; ``sign_dtype`` is that of the iteration.
+    Left and right factors go by ``sides`` times the learning rate. With ``masters`` a float32 copy
+    of low-precision weights lives on between steps; without, each step begins at the rounded
+    weights. A graph can record a step if ``lr`` is a tensor on the device; ``sign_dtype`` is that
+    of the iteration.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Muon:
         momentum: float,
         weight_decay: float,
         masters: bool,
+        sides: tuple[float, float] = (1.0, 1.0),
         sign_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.lr = lr
+        self.sides = sides
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.sign_dtype = sign_dtype
@@ -95,6 +98,8 @@ class Muon:
             for stack, left, right in zip(
                 plan.stacks, directions[::2], directions[1::2], strict=True
             ):
+                if self.sides != (1, 1):
+                    left, right = self.sides[0] * left, self.sides[1] * right
                 stack.write(moved, as_pair(stack, left, right))
             for k, direction in moved.items():
                 weights[k].mul_(1 - self.lr * self.weight_decay)

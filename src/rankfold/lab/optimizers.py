@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -114,14 +114,15 @@ class Riemannian:
     def __init__(self, grids: Sequence[Grid], config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
         for grid in grids:
-            grid.rate = config.vo_rate if is_value_output(grid) else 1.0
+            if is_value_output(grid):
+                grid.rate, grid.sides = config.vo_rate, (config.output_rate, 1.0)
         self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
         bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
         p = exponent(config.normalize)
-        recordable = (p is None or by_products(p)) and not (
-            bounded and config.lr * max(1.0, config.vo_rate) > LONGEST_CAPTURED
-        )
+        longest = config.lr * max(1.0, config.vo_rate * max(1.0, config.output_rate))
+        recordable = p is None or by_products(p)
+        recordable = recordable and not (bounded and longest > LONGEST_CAPTURED)
         self.capturable = graph and recordable
         beside = grids[0].params()[0]
         self.inner = RiemannianSGD(
@@ -197,12 +198,12 @@ class Separate:
             part.load_state_dict(kept)
 
 
-def by_rate(grids: Sequence[Grid], vo_rate: float) -> list[tuple[list[Grid], float]]:
+def by_rate(grids: Sequence[Grid], config: OptimizerConfig) -> list[tuple[list[Grid], float]]:
     """Grids that go by one learning rate, and its share: value·output ones by ``vo_rate``."""
-    if vo_rate == 1:
+    if config.vo_rate == config.output_rate == 1:
         return [(list(grids), 1.0)]
     others = [grid for grid in grids if not is_value_output(grid)]
-    return [(others, 1.0), ([grid for grid in grids if is_value_output(grid)], vo_rate)]
+    return [(others, 1.0), ([grid for grid in grids if is_value_output(grid)], config.vo_rate)]
 
 
 def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
@@ -238,15 +239,34 @@ def build(
     make = _RIVALS[config.name]
     parts = [
         (make(part, replace(config, lr=share * config.lr), graph), share)
-        for part, share in by_rate(grids, config.vo_rate)
+        for part, share in by_rate(grids, config)
     ]
-    return (parts[0][0] if len(parts) == 1 else Separate(parts)), rest
+    return _together(parts), rest
 
 
-def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> WideAdamW:
-    params = [p for grid in grids for p in grid.params()]
-    decay, masters = config.weight_decay, config.masters
-    return WideAdamW(params, config.lr, decay, masters, graph, config.momentum)
+def _together(parts: Sequence[tuple[Stepper, float]]) -> Stepper:
+    return parts[0][0] if len(parts) == 1 else Separate(parts)
+
+
+def _sides(grids: Sequence[Grid], config: OptimizerConfig) -> tuple[float, float]:
+    """What the rates of left and right factors are multiplied with, in grids of one kind."""
+    return (config.output_rate, 1.0) if is_value_output(grids[0]) else (1.0, 1.0)
+
+
+def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepper:
+    left, right = _sides(grids, config)
+    by_share: dict[float, dict[int, Tensor]] = {}
+    for grid in grids:
+        for share, factors in ((left, grid.left), (right, grid.right)):
+            of_share = by_share.setdefault(share, {})
+            of_share.update((id(p), p) for factor in factors for p in factor.params)
+
+    def made(params: Mapping[int, Tensor], share: float) -> WideAdamW:
+        decay, masters = config.weight_decay, config.masters
+        lr = share * config.lr
+        return WideAdamW(list(params.values()), lr, decay, masters, graph, config.momentum)
+
+    return _together([(made(params, share), share) for share, params in by_share.items()])
 
 
 def _muon_kind(
@@ -259,6 +279,7 @@ def _muon_kind(
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         masters=config.masters,
+        sides=_sides(grids, config),
         **further,
     )
 

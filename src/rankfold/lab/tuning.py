@@ -1,0 +1,85 @@
+"""What a contest tunes, and the lines of settings along which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+MOMENTA = (0.6, 0.8, 0.9, 0.95)
+# By so many rates a line may grow. One that wants more is reported as not tuned to the end.
+MOST_GROWTH = 4
+
+
+class Setting(NamedTuple):
+    """What is tuned: rates 2^qk of query·key products, 2^v of values, 2^o of outputs; momentum.
+
+    Those of values and outputs are of the two factors of value·output products.
+    """
+
+    qk: int
+    v: int
+    o: int
+    momentum: float
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Of a run."""
+        return {
+            "optimizer.lr": 2.0**self.qk,
+            "optimizer.vo_rate": 2.0 ** (self.v - self.qk),
+            "optimizer.output_rate": 2.0 ** (self.o - self.v),
+            "optimizer.momentum": self.momentum,
+        }
+
+
+class Line(NamedTuple):
+    """Settings ``k`` steps away from the best so far: those to begin with, and if it may grow."""
+
+    at: Callable[[Setting, int], Setting]
+    start: tuple[int, ...] = (-1, 0, 1)
+    grows: bool = True
+
+
+def _faster(*rates: str) -> Callable[[Setting, int], Setting]:
+    """Settings with these rates 2^k times as high."""
+
+    def at(best: Setting, k: int) -> Setting:
+        return best._replace(**{rate: getattr(best, rate) + k for rate in rates})
+
+    return at
+
+
+_ALL = _faster("qk", "v", "o")
+_VALUE_OUTPUT = Line(_faster("v", "o"))
+_SMOOTHER = Line(
+    lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False
+)
+# Tuned one after the other; those of single factors last.
+LINES: tuple[Line, ...] = (
+    Line(_ALL),
+    _VALUE_OUTPUT,
+    _SMOOTHER,
+    Line(_faster("qk")),
+    _VALUE_OUTPUT,
+    Line(_faster("o")),
+    Line(_faster("v")),
+)
+LONGER_LINES: tuple[Line, ...] = (Line(_ALL, (-1, 0)),)
+
+
+def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
+    """A line of exponents, longer by those it is known to want."""
+    line = sorted(line)
+    for _ in range(MOST_GROWTH):
+        losses = [loss(each) for each in line]
+        known = [x for x in losses if x is not None]
+        if len(known) < len(line):
+            break
+        best = known.index(min(known))  # the lowest rate, if all diverged
+        if best == 0:
+            line = [line[0] - 1, *line]
+        elif best == len(line) - 1:
+            line = [*line, line[-1] + 1]
+        else:
+            break
+    return line
