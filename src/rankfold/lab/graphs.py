@@ -48,10 +48,17 @@ class Captured:
         return out
 
 
+def free_earlier() -> None:
+    """Free the graphs of earlier runs, which are garbage in a cycle.
+
+    Once a run: with all that a compiler leaves in memory it takes half a second.
+    """
+    gc.collect()
+
+
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """An earlier run's graphs are garbage in a cycle, and freeing one ends a recording."""
-    gc.collect()
+    """Freeing a graph would end a recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -105,6 +105,8 @@ class Trainer:
             raise ValueError(
                 f"training.graph needs a CUDA device, and this run is on {device.type}"
             )
+        if graph:
+            graphs.free_earlier()
         self.model = copy.deepcopy(_drawn(config.model, corpus.vocabulary, seed)).to(device)
         self.attention, self.others = optimizers.build(self.model, config.optimizer, graph)
         self.loader = Loader(corpus.training, config.data, corpus.end_of_text, seed)
