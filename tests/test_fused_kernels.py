@@ -197,8 +197,9 @@ def test_roots(size: float) -> None:
 
 
 @in_kernels
-@pytest.mark.parametrize("t", [0.01, 0.1, 0.3])
-def test_rank_approximation(t: float) -> None:
+@pytest.mark.parametrize(("t", "iterations"), [(0.001, 1), (0.01, 2), (0.1, 3), (0.3, 3)])
+def test_rank_approximation(t: float, iterations: int) -> None:
+    """As the plain form after three iterations, with as few as the step needs."""
     core = torch.stack(
         [with_singular_values(torch.linspace(1, 3, 5).double(), 5, s) for s in (1, 2)]
     )
@@ -210,6 +211,10 @@ def test_rank_approximation(t: float) -> None:
     found = kernels.refine.best_rank_core(core, xx, yy, guess, iterations=3)
     for one, other in zip(found[:3], expected[:3], strict=True):
         assert error(one[:, None].cpu(), other[:, None].double()) < 50 * EPS
+    assert (found[3] > 0).sum(-1).tolist() == [iterations] * 2
+    torch.testing.assert_close(linalg.still_moving(found[3].cpu()), expected.unconverged)
+    broken = kernels.refine.best_rank_core(core * torch.nan, xx, yy, guess, iterations=3)
+    assert broken[0].isnan().any((-2, -1)).all()
 
 
 @in_kernels

@@ -110,12 +110,15 @@ def best_rank(
     """Alternating least squares, each inverse from the one before it, with gg xx and gg yy.
 
     Returns gg yy right, right and (core + gg yy right)⁻¹. Of the distances moved the last two
-    count. Matrices that do not change are loaded when needed: registers are scarce.
+    count. Once one is rounding, what is left to move is far below that, and the others are zero.
+    Matrices that do not change are loaded when needed: registers are scarce.
     """
     inverse = invert(core, guess, eye, P)
     right = tl.trans(inverse)
-    pulled = tl.zeros_like(core)
-    for k in range(ITERATIONS):
+    pulled = dot(gg * tl.load(yy_ptr + place, mask=inside, other=0.0), right, P)
+    distance = 1.0
+    k = 0
+    while (k < ITERATIONS) & (distance > 1e-7):
         change = -right
         pull = dot(gg * tl.load(xx_ptr + place, mask=inside, other=0.0), inverse, P)
         right = invert(tl.trans(core) + pull, right, eye, P)
@@ -123,9 +126,13 @@ def best_rank(
         before = pulled
         pulled = dot(gg * tl.load(yy_ptr + place, mask=inside, other=0.0), right, P)
         # What pads a matrix has no weight in yy.
-        weighted = total(change * (pulled - before))
-        tl.store(moved_ptr + k, tl.sqrt(tl.maximum(weighted, 0.0)))
+        distance = tl.sqrt(tl.maximum(total(change * (pulled - before)), 0.0))
+        tl.store(moved_ptr + k, distance)
         inverse = invert(core + pulled, inverse, eye, P)
+        k += 1
+    while k < ITERATIONS:
+        tl.store(moved_ptr + k, 0.0)
+        k += 1
     return pulled, right, inverse
 
 
