@@ -2,6 +2,9 @@
 
 Few and wide on purpose: each reads its arguments once, so that on a GPU one kernel can serve it.
 Coefficients are (..., r, r) and broadcast over leading dimensions.
+
+A factor lies in memory by rows or by columns, as its parameter does, and so does what is made of
+it here: a product is as fast either way, and a change from one to the other costs as much as one.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ def turned_square(x: Tensor, coefficient: Tensor) -> Tensor:
     """``‖x coefficient‖²`` over the last two dimensions, (...)."""
     if kernels.serve(x):
         return kernels.tall.square(x, coefficient)
-    return turn(x, coefficient).square().flatten(-2).sum(-1)
+    return turn(x, coefficient).square().sum((-2, -1))
 
 
 def square(x: Tensor) -> Tensor:
     """``‖x‖²`` over the last two dimensions, (...)."""
-    return kernels.tall.square(x) if kernels.serve(x) else x.square().flatten(-2).sum(-1)
+    return kernels.tall.square(x) if kernels.serve(x) else x.square().sum((-2, -1))
 
 
 class TurnedGrams(NamedTuple):
@@ -100,14 +103,16 @@ def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:
     """``t c_t``, with a further term if there is one."""
     if kernels.serve(t):
         return kernels.tall.combine(None, None, t, c_t, plus=plus)
-    return t @ c_t if plus is None else add_product(plus.x, t, c_t, beta=plus.weight)
+    if plus is not None:
+        return add_product(plus.x, t, c_t, beta=plus.weight)
+    return (c_t.mT @ t.mT).mT if by_columns(t) else t @ c_t
 
 
 def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:
     """``a c_a + t c_t``."""
     if kernels.serve(a, t):
         return kernels.tall.combine(a, c_a, t, c_t)
-    return add_product(a @ c_a, t, c_t)
+    return add_product(turn(a, c_a), t, c_t)
 
 
 def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tensor:
@@ -156,5 +161,14 @@ def add_product(
     """``beta base + alpha x c``, in one operation; ``base`` and ``c`` broadcast."""
     c = c.expand(*x.shape[:-2], *c.shape[-2:])
     base = base.expand(*x.shape[:-1], c.shape[-1])
-    flat = (each.reshape(-1, *each.shape[-2:]) for each in (base, x, c))
-    return torch.baddbmm(*flat, beta=beta, alpha=alpha).view(base.shape)
+    flat_base, flat_x, flat_c = (each.reshape(-1, *each.shape[-2:]) for each in (base, x, c))
+    if by_columns(x):
+        made = torch.baddbmm(flat_base.mT, flat_c.mT, flat_x.mT, beta=beta, alpha=alpha).mT
+    else:
+        made = torch.baddbmm(flat_base, flat_x, flat_c, beta=beta, alpha=alpha)
+    return made.view(base.shape)
+
+
+def by_columns(x: Tensor) -> bool:
+    """Whether the elements of a column of ``x`` (..., m, r) lie side by side in memory."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1
