@@ -49,11 +49,13 @@ def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
     # depends on its neighbours.
     guess = guess.expand_as(x)
     error = tall.add_product(identity_like(x), x, guess, alpha=-1.0)
-    refined = tall.add_product(guess, guess, tall.add_product(error, error, error))
     if served:
+        refined = tall.add_product(guess, guess, tall.add_product(error, error, error))
         found = kernels.small.Found((refined,), error, _cubed_is_rounding(x.dtype))
         return kernels.small.inverse(x, found)
-    near = squared_norm(error, 2) < _cubed_is_rounding(x.dtype)
+    size = squared_norm(error, 2)
+    refined = tall.add_product(guess, guess, error + square_unless_rounding(error, size))
+    near = size < _cubed_is_rounding(x.dtype)
     if near.all():
         return refined
     return torch.where(near[..., None, None], refined, _eliminated(x))
@@ -68,6 +70,17 @@ def _cubed_is_rounding(dtype: torch.dtype) -> float:
     """The square of the norm below which an error (..., r, r) has a cube that is rounding."""
     limit: float = torch.finfo(dtype).eps ** (2 / 3)
     return limit
+
+
+def square_unless_rounding(error: Tensor, size: Tensor) -> Tensor:
+    """``error²``, or zero for members whose ``size`` ‖error‖² (...) is rounding beside 1.
+
+    For where values may be asked for: the product is made if there is a member that needs it.
+    """
+    rounding = size < torch.finfo(error.dtype).eps
+    if rounding.all():
+        return torch.zeros((), dtype=error.dtype)
+    return torch.where(rounding[..., None, None], 0, error @ error)
 
 
 class Cholesky(NamedTuple):
@@ -124,15 +137,19 @@ def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
     served = kernels.serve(gram)
     if not (served or tall.can_ask(gram)):
         return _triangular_root(gram)
-    eye = identity_like(gram)
-    error = eye - gram
-    # The symmetric root, by the series of (I − E)^(-1/2) up to E².
-    half = tall.add_product(error, error, error, 0.5, 0.375)
-    series = tall.add_product(gram, gram, half), eye + half
     if served:
+        error = identity_like(gram) - gram
+        # The symmetric root, by the series of (I − E)^(-1/2) up to E².
+        half = tall.add_product(error, error, error, 0.5, 0.375)
+        series = tall.add_product(gram, gram, half), identity_like(gram) + half
         found = kernels.small.Found(series, error, _cubed_is_rounding(gram.dtype))
         return kernels.small.cholesky_inverse(gram, found)[:2]
-    near = squared_norm(error, 2) < _cubed_is_rounding(gram.dtype)
+    eye = identity_like(gram)
+    error = eye - gram
+    size = squared_norm(error, 2)
+    half, square = error / 2, square_unless_rounding(error, size)
+    series = eye - half - square / 8, eye + half + 0.375 * square
+    near = size < _cubed_is_rounding(gram.dtype)
     if near.all():
         return series
     pairs = zip(series, _triangular_root(gram), strict=True)
@@ -250,16 +267,39 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         guess = guess.expand_as(core)
         error = tall.add_product(identity_like(core), core, guess, alpha=-1.0)
         guess = tall.add_product(guess, guess, error)
-    left_inverse = inverse(core, guess)
+    left, left_inverse = core, inverse(core, guess)
     right, pulled = left_inverse.mT, torch.zeros_like(core)
+    settled = None
     for _ in range(iterations):
-        previous, right = right, inverse(tall.add_product(core.mT, xx, left_inverse), right)
-        before, pulled = pulled, yy @ right
+        old = (left, left_inverse, right, pulled)
+        right = inverse(tall.add_product(core.mT, xx, left_inverse), right)
+        pulled = yy @ right
         left = core + pulled
         left_inverse = inverse(left, left_inverse)
+        if settled is not None:  # by itself, whatever the others still need
+            pairs = zip(old, (left, left_inverse, right, pulled), strict=True)
+            stays = settled[..., None, None]
+            left, left_inverse, right, pulled = (torch.where(stays, x, y) for x, y in pairs)
         # How far Y right moved; the first of these means nothing, and the last two count.
-        moved.append(((right - previous) * (pulled - before)).sum((-2, -1)).clamp_min(0).sqrt())
+        moved.append(((right - old[2]) * (pulled - old[3])).sum((-2, -1)).clamp_min(0).sqrt())
+        if tall.can_ask(core):
+            settled = _is_settled(left_inverse, old[1], right, xx, yy)
+            if settled.all():
+                return RankCore(left, right, left_inverse, ~settled)
     return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
+
+
+def _is_settled(inverse: Tensor, before: Tensor, right: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
+    """Members (...) that no further iteration of `best_rank_core` would change but for rounding.
+
+    The next one changes ``right`` by −right xx (inverse − before) right to first order, and so the
+    inverse by −inverse yy right times as much.
+    """
+    size = frobenius(right)
+    change = size * frobenius(xx) * frobenius(inverse - before)
+    carried = frobenius(inverse) * frobenius(yy) * size
+    settled: Tensor = change * (1 + carried) < torch.finfo(right.dtype).eps
+    return settled
 
 
 def rank_iterations(dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tall
-from .linalg import identity_like, inverse, squared_norm, sym
+from .linalg import identity_like, inverse, square_unless_rounding, squared_norm, sym
 
 # Newton–Schulz steps where nothing is known of the spectrum. The small end of it grows 2.25-fold
 # a step before convergence turns quadratic, so 20 serve a condition number of about 2e5.
@@ -38,6 +38,23 @@ def inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
     if kernels.serve_small(gram):
         return kernels.small.inverse_sqrt(gram, steps, scaled=False)
+    if not tall.can_ask(gram):
+        return _iterated_inverse_sqrt(gram, steps)
+    # The series of (I − E)^(-1/2) up to E⁴, for members whose E⁵ is rounding.
+    eye, eps = identity_like(gram), torch.finfo(gram.dtype).eps
+    error = eye - gram
+    size = squared_norm(error, 2)
+    found, square = torch.add(eye, error, alpha=0.5), square_unless_rounding(error, size)
+    if square.dim():
+        higher = torch.add(0.375 * eye, error, alpha=5 / 16).add_(square, alpha=35 / 128)
+        found = tall.add_product(found, square, higher)
+    near = size < (4 * eps) ** 0.4
+    if near.all():
+        return found
+    return torch.where(near[..., None, None], found, _iterated_inverse_sqrt(gram, steps))
+
+
+def _iterated_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     wide = 1.5 * identity_like(gram)
     half_step = torch.sub(wide, gram, alpha=0.5)
     root, inverse_root = gram @ half_step, half_step
