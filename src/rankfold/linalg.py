@@ -68,14 +68,13 @@ def _eliminated(x: Tensor) -> Tensor:
 
 def _cubed_is_rounding(dtype: torch.dtype) -> float:
     """The square of the norm below which an error (..., r, r) has a cube that is rounding."""
-    limit: float = torch.finfo(dtype).eps ** (2 / 3)
-    return limit
+    return float(torch.finfo(dtype).eps ** (2 / 3))
 
 
 def square_unless_rounding(error: Tensor, size: Tensor) -> Tensor:
-    """``error²``, or zero for members whose ``size`` ‖error‖² (...) is rounding beside 1.
+    """``error²``, made where values may be asked for and some member needs it.
 
-    For where values may be asked for: the product is made if there is a member that needs it.
+    Zero for members whose ``size`` ‖error‖² (...) is rounding beside 1.
     """
     rounding = size < torch.finfo(error.dtype).eps
     if rounding.all():
@@ -129,23 +128,21 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
 def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
     """A root ``gram = root rootᵀ`` and its inverse, for ``I`` plus something positive or small.
 
-    Any root will do where this is used: the triangular one or, where it is cheaper, the symmetric
-    one.
+    Any root will do where this is used: the triangular one or, if cheaper, the symmetric one.
     """
     if kernels.serve_small(gram):
         return kernels.refine.root(gram)
     served = kernels.serve(gram)
     if not (served or tall.can_ask(gram)):
         return _triangular_root(gram)
-    if served:
-        error = identity_like(gram) - gram
-        # The symmetric root, by the series of (I − E)^(-1/2) up to E².
-        half = tall.add_product(error, error, error, 0.5, 0.375)
-        series = tall.add_product(gram, gram, half), identity_like(gram) + half
-        found = kernels.small.Found(series, error, _cubed_is_rounding(gram.dtype))
-        return kernels.small.cholesky_inverse(gram, found)[:2]
     eye = identity_like(gram)
     error = eye - gram
+    # The symmetric root, by the series of (I − E)^(±1/2) up to E².
+    if served:
+        half = tall.add_product(error, error, error, 0.5, 0.375)
+        series = tall.add_product(gram, gram, half), eye + half
+        found = kernels.small.Found(series, error, _cubed_is_rounding(gram.dtype))
+        return kernels.small.cholesky_inverse(gram, found)[:2]
     size = squared_norm(error, 2)
     half, square = error / 2, square_unless_rounding(error, size)
     series = eye - half - square / 8, eye + half + 0.375 * square
@@ -261,7 +258,7 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
             core, xx, yy, guess, iterations
         )
         return RankCore(left, right, left_inverse, still_moving(distances))
-    moved = []
+    moved, settled = [], None
     if kernels.serve(core):
         # The guess is a step away from it, the others less: a round of Newton's iteration first.
         guess = guess.expand_as(core)
@@ -269,17 +266,16 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         guess = tall.add_product(guess, guess, error)
     left, left_inverse = core, inverse(core, guess)
     right, pulled = left_inverse.mT, torch.zeros_like(core)
-    settled = None
     for _ in range(iterations):
         old = (left, left_inverse, right, pulled)
         right = inverse(tall.add_product(core.mT, xx, left_inverse), right)
         pulled = yy @ right
         left = core + pulled
         left_inverse = inverse(left, left_inverse)
-        if settled is not None:  # by itself, whatever the others still need
+        if settled is not None:
             pairs = zip(old, (left, left_inverse, right, pulled), strict=True)
-            stays = settled[..., None, None]
-            left, left_inverse, right, pulled = (torch.where(stays, x, y) for x, y in pairs)
+            kept = [torch.where(settled[..., None, None], x, y) for x, y in pairs]
+            left, left_inverse, right, pulled = kept
         # How far Y right moved; the first of these means nothing, and the last two count.
         moved.append(((right - old[2]) * (pulled - old[3])).sum((-2, -1)).clamp_min(0).sqrt())
         if tall.can_ask(core):
@@ -292,14 +288,12 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
 def _is_settled(inverse: Tensor, before: Tensor, right: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
     """Members (...) that no further iteration of `best_rank_core` would change but for rounding.
 
-    The next one changes ``right`` by −right xx (inverse − before) right to first order, and so the
-    inverse by −inverse yy right times as much.
+    The next changes ``right`` by right xx (before − inverse) right, and with it the inverse.
     """
     size = frobenius(right)
     change = size * frobenius(xx) * frobenius(inverse - before)
-    carried = frobenius(inverse) * frobenius(yy) * size
-    settled: Tensor = change * (1 + carried) < torch.finfo(right.dtype).eps
-    return settled
+    change *= 1 + frobenius(inverse) * frobenius(yy) * size
+    return change < torch.finfo(right.dtype).eps
 
 
 def rank_iterations(dtype: torch.dtype) -> int:
