@@ -45,8 +45,7 @@ def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
     served = kernels.serve(x)
     if guess is None or not (served or tall.can_ask(x)):
         return kernels.small.inverse(x) if served else _eliminated(x)
-    # Three products take a quarter of the time. Each member goes by its own guess, so that none
-    # depends on its neighbours.
+    # Three products take a quarter of the time. Each member goes by its own guess.
     guess = guess.expand_as(x)
     error = tall.add_product(identity_like(x), x, guess, alpha=-1.0)
     if served:
@@ -273,9 +272,8 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         left = core + pulled
         left_inverse = inverse(left, left_inverse)
         if settled is not None:
-            pairs = zip(old, (left, left_inverse, right, pulled), strict=True)
-            kept = [torch.where(settled[..., None, None], x, y) for x, y in pairs]
-            left, left_inverse, right, pulled = kept
+            stays, new = settled[..., None, None], (left, left_inverse, right, pulled)
+            left, left_inverse, right, pulled = map(torch.where, (stays,) * 4, old, new)
         # How far Y right moved; the first of these means nothing, and the last two count.
         moved.append(((right - old[2]) * (pulled - old[3])).sum((-2, -1)).clamp_min(0).sqrt())
         if tall.can_ask(core):
