@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import rankfold
 from rankfold import Factor, Grid, linalg, polar, stacks, tall
-from rankfold.geometries import GEOMETRIES, Pair, geometry_for
-from rankfold.geometries.isometry_canonical import IsometryCanonical
+from rankfold.geometries import GEOMETRIES
 
 from .watching import Watch
 
@@ -169,28 +168,3 @@ def test_a_step_turns_no_factor_in_memory(geometry: str, monkeypatch: pytest.Mon
         optimizer.step()
     assert len(made) >= 4
     assert all(tall.by_columns(x) for x in made)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
-@pytest.mark.parametrize("momentum", [False, True])
-def test_the_known_overlap_of_a_canonical_vector(shape: tuple[int, int], momentum: bool) -> None:
-    point, grad, old = (
-        Pair(*(torch.randn(2, blocks, 7, 3, dtype=torch.float64) for blocks in shape))
-        for _ in range(3)
-    )
-    point = Pair(*(torch.linalg.qr(x).Q for x in point))
-    geometry = geometry_for("isometry-canonical", *shape)
-    assert isinstance(geometry, IsometryCanonical)
-    frame = geometry.frame(point)
-    if momentum:
-        tangent = geometry.mix(frame, grad, old, 0.9, "average")
-    else:
-        tangent = geometry.gradient(frame, grad)
-    coords = geometry.coordinates(frame, tangent)
-    for side in coords:
-        assert side.inner is not None
-        torch.testing.assert_close(side.inner, side.cross(), rtol=0, atol=1e-12)
-    again = geometry.coordinates(geometry.frame(point), tangent)
-    assert again.left.inner is None
-    norms = geometry.metric_norm(frame, coords), geometry.metric_norm(frame, again)
-    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)

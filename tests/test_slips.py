@@ -92,9 +92,10 @@ def printed_carry(
     return carry(self, coords._replace(xx=r_x @ r_x, yy=r_y @ r_y), new, deskew)
 
 
-def printed_reduced_transport(self: StiefelGeometry, frame: StiefelFrame, overlap: Pair) -> Pair:
+def printed_reduced_transport(self: StiefelGeometry, frame: StiefelFrame, momentum: Pair) -> Pair:
     """A.4 Step 5 in its "considerably reduced" form."""
-    left, right = overlap
+    (u, v), (m_u, m_v) = frame.point, momentum
+    left, right = u.mT @ m_u, v.mT @ m_v
     return Pair(left + skew(right) / 2, right + skew(left) / 2)
 
 

@@ -27,10 +27,6 @@ class IsometryCanonical(StiefelGeometry):
         return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        left, right = (
-            linalg.squared_norm(side.cross() if side.inner is None else side.inner, 3)
-            for side in coords
-        )
-        whole, inner = weighted_square(frame, coords), frame.j * left + frame.i * right
-        # UᵀΞ is no longer than Ξ, if not for an overlap that is known but roughly.
-        return torch.sqrt((whole - inner / 2).clamp_min(whole / 2))
+        inner = frame.j * linalg.squared_norm(coords.left.cross(), 3)
+        inner = inner + frame.i * linalg.squared_norm(coords.right.cross(), 3)
+        return torch.sqrt((weighted_square(frame, coords) - inner / 2).clamp_min(0))

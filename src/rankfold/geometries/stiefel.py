@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,28 +29,23 @@ from .base import Geometry, Landing, Pair, Sides, StepOptions
 
 
 class StiefelFrame(NamedTuple):
-    """The point, the block counts I and J, and tangent vectors ``made`` here: Ξ and UᵀΞ.
-
-    These where the metric weighs UᵀΞ, which follows from what Ξ is made of, and no kernel finds it.
-    """
+    """The point, and the block counts I and J."""
 
     point: Pair
     i: int
     j: int
-    made: list[tuple[Tensor, Tensor]]
 
 
 class Side(NamedTuple):
     """U and a tangent vector Ξ there, (batch, blocks, m, r).
 
     ``grams`` are all their overlaps where a kernel makes them at once, and None elsewhere, where
-    each is made when it is wanted. ``inner`` is UᵀΞ, up to the rounding of U, if it is known.
+    each is made when it is wanted.
     """
 
     u: Tensor
     xi: Tensor
     grams: Grams | None
-    inner: Tensor | None
 
     def cross(self) -> Tensor:
         """UᵀΞ of every block, (batch, blocks, r, r)."""
@@ -166,57 +160,46 @@ class StiefelGeometry(Geometry):
         return _apply(overlap, self.correction(i, j), self.correction(j, i))
 
     def frame(self, point: Pair, damping: float = 0.0) -> StiefelFrame:
-        return StiefelFrame(point, point.left.shape[1], point.right.shape[1], [])
+        return StiefelFrame(point, point.left.shape[1], point.right.shape[1])
 
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
-        overlap = _overlaps(frame, grad)
-        kappa = self.corrections(frame, overlap)
-        return self._less(frame, grad, overlap, kappa, (1 / frame.j, 1 / frame.i))
+        u, v = frame.point
+        kappa = self.corrections(frame, _overlaps(frame, grad))
+        return Pair(
+            tall.subtract(grad.left, u, kappa.left, 1 / frame.j),
+            tall.subtract(grad.right, v, kappa.right, 1 / frame.i),
+        )
 
     def arrive(self, frame: StiefelFrame, momentum: Pair) -> Pair:
-        overlap = _overlaps(frame, momentum)
-        return self._less(frame, momentum, overlap, self._arrival(frame, overlap), (1.0, 1.0))
+        u, v = frame.point
+        kappa = self._arrival(frame, momentum)
+        return Pair(
+            tall.subtract(momentum.left, u, kappa.left),
+            tall.subtract(momentum.right, v, kappa.right),
+        )
 
-    def _arrival(self, frame: StiefelFrame, overlap: Pair) -> Pair:
+    def _arrival(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         """What times the point has to be taken from a momentum to make it tangent, horizontal."""
         left, right = (
             Correction(1.0, 0.0, 1 / (2 * own), 1 / (2 * other))
             for own, other in ((frame.i, frame.j), (frame.j, frame.i))
         )
-        return _apply(overlap, left, right)
+        return _apply(_overlaps(frame, momentum), left, right)
 
     def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
-        fresh, old = _overlaps(frame, grad), _overlaps(frame, momentum)
-        pairs = zip(self._arrival(frame, old), self.corrections(frame, fresh), strict=True)
-        kappa = Pair(*(torch.lerp(m, g, 1 - nu) for m, g in pairs))
-        weights, plus = ((1 - nu) / frame.j, (1 - nu) / frame.i), [Plus(m, nu) for m in momentum]
-        return self._less(frame, grad, fresh, kappa, weights, plus, old)
-
-    def _less(
-        self,
-        frame: StiefelFrame,
-        vector: Pair,
-        overlap: Pair,
-        kappa: Pair,
-        weights: tuple[float, float],
-        plus: Sequence[Plus | None] = (None, None),
-        plus_overlap: Sequence[Tensor | None] = (None, None),
-    ) -> Pair:
-        """Tangent vectors ``weight vector + plus − U κ``, from overlaps with U of their parts."""
-        made = []
-        sides = zip(frame.point, vector, overlap, kappa, weights, plus, plus_overlap, strict=True)
-        for u, x, along, k, weight, more, along_more in sides:
-            made.append(tall.subtract(x, u, k, weight, more))
-            if self.inner_weight != 1 and not kernels.serve_small(u, x):
-                inner = torch.add(-k, along, alpha=weight)
-                if more is not None and along_more is not None:
-                    inner.add_(along_more, alpha=more.weight)
-                frame.made.append((made[-1], inner))
-        return Pair(*made)
+        u, v = frame.point
+        fresh = self.corrections(frame, _overlaps(frame, grad))
+        carried = self._arrival(frame, momentum)
+        left, right = (torch.lerp(m, g, 1 - nu) for m, g in zip(carried, fresh, strict=True))
+        share = 1 - nu
+        return Pair(
+            tall.subtract(grad.left, u, left, share / frame.j, Plus(momentum.left, nu)),
+            tall.subtract(grad.right, v, right, share / frame.i, Plus(momentum.right, nu)),
+        )
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
-        pairs = zip(frame.point, tangent, strict=True)
-        return StiefelTangent(*(_side(frame, u, xi) for u, xi in pairs))
+        u, v = frame.point
+        return StiefelTangent(_side(u, tangent.left), _side(v, tangent.right))
 
     def vector(self, frame: StiefelFrame, coords: StiefelTangent) -> Pair:
         return Pair(coords.left.xi, coords.right.xi)
@@ -302,10 +285,8 @@ def _overlaps(frame: StiefelFrame, vector: Pair) -> Pair:
     return Pair(*(tall.overlap(u, x) for u, x in zip(frame.point, vector, strict=True)))
 
 
-def _side(frame: StiefelFrame, u: Tensor, xi: Tensor) -> Side:
-    if kernels.serve_small(u, xi):
-        return Side(u, xi, tall.grams(u, xi), None)
-    return Side(u, xi, None, next((inner for made, inner in frame.made if made is xi), None))
+def _side(u: Tensor, xi: Tensor) -> Side:
+    return Side(u, xi, tall.grams(u, xi) if kernels.serve_small(u, xi) else None)
 
 
 def _within(norms: list[Tensor], largest: float) -> Tensor:
