@@ -117,6 +117,8 @@ def test_products_stay_by_columns(blocks: int) -> None:
             assert tall.by_columns(y) == by_columns
             torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(tall.square(x), tall.square(x.contiguous()))
+    # A kernel reads rows, and would turn it every time.
+    assert not tall.by_columns(columns.to("meta"))
 
 
 def attention(width: int = 8, rank: int = 2, layers: int = 3) -> list[Grid]:

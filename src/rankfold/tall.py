@@ -3,8 +3,9 @@
 Few and wide on purpose: each reads its arguments once, so that on a GPU one kernel can serve it.
 Coefficients are (..., r, r) and broadcast over leading dimensions.
 
-A factor lies in memory by rows or by columns, as its parameter does, and so does what is made of
-it here: a product is as fast either way, and a change from one to the other costs as much as one.
+On a CPU a factor lies in memory by rows or by columns, as its parameter does, and so does what is
+made of it here: a product is as fast either way, and a change from one to the other costs as much
+as one. Elsewhere by rows, which is what kernels read.
 """
 
 from __future__ import annotations
@@ -170,5 +171,5 @@ def add_product(
 
 
 def by_columns(x: Tensor) -> bool:
-    """Whether the elements of a column of ``x`` (..., m, r) lie side by side in memory."""
-    return x.stride(-2) == 1 and x.stride(-1) != 1
+    """Whether columns of ``x`` (..., m, r) lie in one piece each, and may stay so: on a CPU."""
+    return x.device.type == "cpu" and x.stride(-2) == 1 and x.stride(-1) != 1

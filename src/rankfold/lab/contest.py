@@ -29,7 +29,7 @@ from . import records
 from .config import RunConfig, preset
 from .statistics import final_loss
 from .sweep import Outcome
-from .tuning import LINES, LONGER_LINES, Line, Setting, grown
+from .tuning import LINES, LONGER_LINES, PRODUCT_LINES, Line, Setting, grown
 
 TUNING_SEED = 100
 _MOMENTUM = 0.9  # until it is tuned
@@ -54,7 +54,7 @@ class Method:
 
         A metric step has one length for both factors of a product, so that they have one rate.
         """
-        return LINES[:-2] if self.kind == "reference" else LINES
+        return PRODUCT_LINES if self.options.get("optimizer.normalize") == "metric" else LINES
 
 
 def _rival(name: str, kind: str, paper: int, tiny: int) -> Method:

@@ -114,8 +114,8 @@ class Riemannian:
     def __init__(self, grids: Sequence[Grid], config: OptimizerConfig, graph: bool = False) -> None:
         self.masters = config.masters
         for grid in grids:
-            if is_value_output(grid):
-                grid.rate, grid.sides = config.vo_rate, (config.output_rate, 1.0)
+            grid.rate = config.vo_rate if is_value_output(grid) else 1.0
+            grid.sides = _sides(grid, config)
         self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
         bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
@@ -248,13 +248,13 @@ def _together(parts: Sequence[tuple[Stepper, float]]) -> Stepper:
     return parts[0][0] if len(parts) == 1 else Separate(parts)
 
 
-def _sides(grids: Sequence[Grid], config: OptimizerConfig) -> tuple[float, float]:
-    """What the rates of left and right factors are multiplied with, in grids of one kind."""
-    return (config.output_rate, 1.0) if is_value_output(grids[0]) else (1.0, 1.0)
+def _sides(grid: Grid, config: OptimizerConfig) -> tuple[float, float]:
+    """What the rates of its left and right factors, outputs and values, are multiplied with."""
+    return (config.output_rate, 1.0) if is_value_output(grid) else (1.0, 1.0)
 
 
 def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepper:
-    left, right = _sides(grids, config)
+    left, right = _sides(grids[0], config)
     by_share: dict[float, dict[int, Tensor]] = {}
     for grid in grids:
         for share, factors in ((left, grid.left), (right, grid.right)):
@@ -279,7 +279,7 @@ def _muon_kind(
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         masters=config.masters,
-        sides=_sides(grids, config),
+        sides=_sides(grids[0], config),
         **further,
     )
 

@@ -54,16 +54,15 @@ _VALUE_OUTPUT = Line(_faster("v", "o"))
 _SMOOTHER = Line(
     lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False
 )
-# Tuned one after the other; those of single factors last.
-LINES: tuple[Line, ...] = (
+# Tuned one after the other: products, and then the factors of value·output ones.
+PRODUCT_LINES: tuple[Line, ...] = (
     Line(_ALL),
     _VALUE_OUTPUT,
     _SMOOTHER,
     Line(_faster("qk")),
     _VALUE_OUTPUT,
-    Line(_faster("o")),
-    Line(_faster("v")),
 )
+LINES: tuple[Line, ...] = (*PRODUCT_LINES, Line(_faster("o")), Line(_faster("v")))
 LONGER_LINES: tuple[Line, ...] = (Line(_ALL, (-1, 0)),)
 
 
