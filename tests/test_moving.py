@@ -207,7 +207,8 @@ def test_tall_blocks_take_several_programs(dtype: torch.dtype, r: int, aligned: 
     blocks = [upright[:, :r], lying[:, :m].T, apart[::2, ::16]]
     entries = torch.tensor([[x.data_ptr(), *x.stride()] for x in blocks], device=DEVICE)
     table = kernels.moving.Table(entries, dtype, m, r, aligned and r > 1)
-    assert torch.equal(kernels.moving.gather(table), torch.stack(blocks).float())
+    (room,) = kernels.moving.room_for(table)
+    assert torch.equal(kernels.moving.gather(room, table), torch.stack(blocks).float())
     whole = [x.clone() for x in (upright, lying, apart)]
     values = torch.randn(3, m, r, generator=generator).to(DEVICE)
     kernels.moving.scatter(table, values)

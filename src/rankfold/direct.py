@@ -229,10 +229,12 @@ class Direct:
         """(members, I, m, r) and (members, J, n, r): views of what lies like that, or copies."""
         found = []
         cut, views = self._cut(kind, stack, members), self._in_place[id(stack)]
-        for side, tables, lying in zip(stack.sides, cut, views, strict=True):
-            blocks = lying[kind]
+        lying = [view[kind] for view in views]
+        copied = [table for (table, _), blocks in zip(cut, lying, strict=True) if blocks is None]
+        room = iter(kernels.moving.room_for(*copied) if copied else [])
+        for side, tables, blocks in zip(stack.sides, cut, lying, strict=True):
             if blocks is None:
-                blocks = kernels.moving.gather(*tables)
+                blocks = kernels.moving.gather(next(room), *tables)
             else:
                 blocks = blocks[members.start * side.blocks : members.stop * side.blocks]
             found.append(blocks.view(-1, side.blocks, *blocks.shape[1:]))

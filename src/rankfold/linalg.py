@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tall
+from .together import as_one, both, halves
 
 _SIGN_STEPS = 14
 # Multiples of r·ε by which the diagonal of a Gram matrix is lifted when it fails to factor.
@@ -194,9 +195,7 @@ class Frame(NamedTuple):
 
 def cholesky_pair(left: Tensor, right: Tensor, damping: float) -> tuple[Cholesky, Cholesky]:
     """`cholesky` of two stacks of one shape in one go: it takes hardly longer than one alone."""
-    both = cholesky(torch.stack((left, right)), damping)
-    one, other = (Cholesky(*parts) for parts in zip(*(x.unbind() for x in both), strict=True))
-    return one, other
+    return halves(cholesky(as_one(left, right), damping))
 
 
 def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tuple[Frame, Frame]:
@@ -208,10 +207,10 @@ def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tup
     stays unspanned, and solves against it stay bounded. Both sides go through the r×r work
     together.
     """
-    grams = torch.stack((tall.gram(left), tall.gram(right)))
-    lower, inverse_lower, lifted = cholesky(grams, damping)
+    factors = left, right
+    lower, inverse_lower, lifted = cholesky(as_one(*both(tall.gram, factors)), damping)
     triangle, turn = lower.mT, inverse_lower.mT
-    gram = torch.stack([tall.turned_gram(x, c) for x, c in zip((left, right), turn, strict=True)])
+    gram = as_one(*both(tall.turned_gram, factors, halves(turn)))
     if not damping and kernels.serve_small(gram):
         triangle, turn, gram = kernels.frames.finish(lower, inverse_lower, gram, lifted)
     elif not damping:
@@ -221,11 +220,7 @@ def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tup
         triangle = torch.where(done, triangle, root.mT @ triangle)
         turn = torch.where(done, turn, turn @ inverse_root.mT)
         gram = torch.where(done, gram, identity_like(gram))
-    one, other = (
-        Frame(*parts)
-        for parts in zip(*(x.unbind() for x in (triangle, turn, gram, lifted)), strict=True)
-    )
-    return one, other
+    return halves(Frame(triangle, turn, gram, lifted))
 
 
 class RankCore(NamedTuple):

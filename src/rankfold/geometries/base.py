@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import schatten, tall
+from ..together import both
 from . import course
 from .course import Running
 from .terms import Pair as Pair
@@ -90,7 +91,7 @@ class Geometry(ABC):
         Both are projections, so geometries can make one of the two.
         """
         carried, gradient = self.arrive(frame, momentum), self.gradient(frame, grad, repair)
-        return Pair(*(torch.lerp(m, g, 1 - nu) for m, g in zip(carried, gradient, strict=True)))
+        return Pair(*both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, gradient))
 
     @abstractmethod
     def coordinates(self, frame: Any, tangent: Pair) -> Any:
@@ -200,8 +201,12 @@ class Geometry(ABC):
         }
         happened["skipped"] = ~landing.alive
         if kept is not None and momentum is not None:
-            pairs = zip(kept, momentum, strict=True)
-            kept = Pair(*(tall.choose(landing.alive, new, old) for new, old in pairs))
+            alive = landing.alive
+
+            def keep(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+                return tall.choose(mask, new, old)
+
+            kept = Pair(*both(keep, kept, momentum, (alive, alive)))
         if running is not None and plotted.running is not None:
             numbers = zip(plotted.running, running, strict=True)
             running = Running(*(torch.where(landing.alive, new, old) for new, old in numbers))

@@ -18,7 +18,10 @@ from torch import Tensor
 
 from .. import linalg, schatten, tall
 from ..steepest import steepest_tangent
+from ..together import both
 from .base import Geometry, Landing, Pair, flatten_blocks
+
+Two = tuple[Tensor, Tensor]
 
 
 class Side(NamedTuple):
@@ -50,16 +53,6 @@ class Side(NamedTuple):
         x = x if self.to_x is None else self.to_x.mT @ x
         return u, tall.add_product(x, self.inner.mT, u, alpha=-1.0)
 
-    def combine(self, u: Tensor, x: Tensor) -> Tensor:
-        """U u + X x."""
-        c_a, c_t = self.coefficients(u, x)
-        return tall.combine(self.a, c_a, self.t, c_t)
-
-    def move(self, u: Tensor, x: Tensor, alive: Tensor) -> Tensor:
-        """``a`` + U u + X x, or ``a`` for members that are not ``alive`` (batch,)."""
-        c_a, c_t = self.coefficients(u, x)
-        return tall.move(self.a, c_a, self.t, c_t, alive)
-
 
 class TangentXKY(NamedTuple):
     """The sides with U, X and V, Y; K and the Gram matrices of X and Y, each (batch, r, r).
@@ -73,6 +66,28 @@ class TangentXKY(NamedTuple):
     xx: Tensor
     yy: Tensor
     square: Tensor
+
+    def combine(self, u: Two, x: Two) -> Pair:
+        """U u + X x and V u + Y x with each side's own u and x (batch, r, r)."""
+        (a, t), (b, s) = self.left.coefficients(u[0], x[0]), self.right.coefficients(u[1], x[1])
+        return Pair(*both(tall.combine, self._a, (a, b), self._t, (t, s)))
+
+    def move(self, u: Two, x: Two, alive: Tensor) -> Pair:
+        """The same, added to what ``a`` is of either side, for members ``alive`` (batch,)."""
+        (a, t), (b, s) = self.left.coefficients(u[0], x[0]), self.right.coefficients(u[1], x[1])
+        return self.moved((a, b), (t, s), alive)
+
+    def moved(self, c_a: Two, c_t: Two, alive: Tensor) -> Pair:
+        """``a + a c_a + t c_t`` of either side, or ``a`` for members that are not ``alive``."""
+        return Pair(*both(tall.move, self._a, c_a, self._t, c_t, (alive, alive)))
+
+    @property
+    def _a(self) -> Two:
+        return self.left.a, self.right.a
+
+    @property
+    def _t(self) -> Two:
+        return self.left.t, self.right.t
 
 
 class NewCoefficients(NamedTuple):
@@ -127,24 +142,20 @@ class EmbeddedGeometry(Geometry):
     ) -> TangentXKY:
         """U k Vᵀ + X to_x Vᵀ + U (Y to_y)ᵀ, each coefficient (batch, r, r)."""
         r_a, r_b = self.triangles(frame)
-        made = (
-            coords.left.combine(k @ r_b, to_x @ r_b),
-            coords.right.combine(k.mT @ r_a, to_y @ r_a),
-        )
+        made = coords.combine((k @ r_b, k.mT @ r_a), (to_x @ r_b, to_y @ r_a))
         vector: TangentXKY = self.coordinates(frame, Pair(*(x[:, None] for x in made)))
         return vector
 
     def vector(self, frame: Any, coords: TangentXKY) -> Pair:
         r_a, r_b = self.triangles(frame)
         r_a, r_b = r_a.expand_as(coords.k), r_b.expand_as(coords.k)
-        left = coords.left.combine(coords.k @ r_b, r_b)
-        return Pair(left, coords.right.combine(coords.k.mT @ r_a, r_a))
+        return coords.combine((coords.k @ r_b, coords.k.mT @ r_a), (r_b, r_a))
 
     def matrix(self, coords: TangentXKY) -> Tensor:
         """The tangent vector as a matrix (batch, I·m, J·n): for checks, never in a step."""
         eye, zero = linalg.identity_like(coords.k).expand_as(coords.k), 0 * coords.k
-        u, v = coords.left.combine(eye, zero), coords.right.combine(eye, zero)
-        x, y = coords.left.combine(zero, eye), coords.right.combine(zero, eye)
+        u, v = coords.combine((eye, eye), (zero, zero))
+        x, y = coords.combine((zero, zero), (eye, eye))
         return (u @ coords.k + x) @ v.mT + u @ y.mT
 
     def carry(self, coords: TangentXKY, new: NewCoefficients, deskew: bool) -> Pair:
@@ -157,7 +168,7 @@ class EmbeddedGeometry(Geometry):
             out = linalg.sym(overlap)
             left_u, left_x = left_u - new.u @ out, left_x - new.x @ out
             right_v, right_y = right_v - new.v @ out, right_y - new.y @ out
-        return Pair(coords.left.combine(left_u, left_x), coords.right.combine(right_v, right_y))
+        return coords.combine((left_u, right_v), (left_x, right_y))
 
     def follow(self, frame: Any, tangent: Pair, landing: Landing) -> Pair:
         # What `carry` does, but the new factors are no combinations of this vector's parts.
@@ -165,8 +176,7 @@ class EmbeddedGeometry(Geometry):
         new_a, new_b = map(flatten_blocks, landing.point)
         (u, x), (v, y) = coords.left.overlaps(new_a), coords.right.overlaps(new_b)
         inner = coords.k @ v + y
-        left = coords.left.combine(inner, v)
-        right = coords.right.combine(coords.k.mT @ u + x, u)
+        left, right = coords.combine((inner, coords.k.mT @ u + x), (v, u))
         if self.isometry:
             out = linalg.sym(u.mT @ inner + x.mT @ v)
             left, right = tall.subtract(left, new_a, out), tall.subtract(right, new_b, out)

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
+from ..together import both
 from . import decay
 from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
@@ -64,7 +65,7 @@ class FixedEmbedded(EmbeddedGeometry):
         (a, b), (t_a, t_b) = _flat(frame.point), _flat(tangent)
         one, other = frame.left, frame.right
         # C = M V and its mirror image Mᵀ U hold both parts of the vector.
-        c = tall.turned_grams(a, t_a, other.inverse), tall.turned_grams(b, t_b, one.inverse)
+        c = both(tall.turned_grams, (a, b), (t_a, t_b), (other.inverse, one.inverse))
         if kernels.serve_small(a, b):
             inner_a, inner_b, k, xx, yy, square = kernels.frames.coordinates(
                 (c[0].cross, c[1].cross),
@@ -102,8 +103,8 @@ class FixedEmbedded(EmbeddedGeometry):
         # C Vᵀ + U Dᵀ, whitened block by block, of C = U K + X and D = V Kᵀ + Y.
         left, right = frame.point
         eye = linalg.identity_like(coords.k).expand_as(coords.k)
-        c = coords.left.combine(coords.k, eye).view_as(left)
-        d = coords.right.combine(coords.k.mT, eye).view_as(right)
+        c, d = coords.combine((coords.k, coords.k.mT), (eye, eye))
+        c, d = c.view_as(left), d.view_as(right)
         of_c, of_d = sides or (None, None)
         turn_c = schatten.whitening(c, None, right.shape[1], floor, of_c).turn
         turn_d = schatten.whitening(d, None, left.shape[1], floor, of_d).turn
@@ -174,8 +175,7 @@ class FixedEmbedded(EmbeddedGeometry):
         u, v = r_a + left_change, r_b + right_change
         new = NewCoefficients(u, v, x=g * (q @ u), y=g * (f @ v))
         alive = _norm(new.u, new.x, coords.xx) + _norm(new.v, new.y, coords.yy) <= options.largest
-        left = coords.left.move(left_change, new.x, alive)
-        right = coords.right.move(right_change, new.y, alive)
+        left, right = coords.move((left_change, right_change), (new.x, new.y), alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
         return Landing(point, new, alive, unconverged)
 
@@ -202,8 +202,7 @@ class FixedEmbedded(EmbeddedGeometry):
             # A learning rate on the device may be too large for this decay, and leaves no root.
             norm = norm * (1 - options.shrink) ** 0.5
         alive = norm <= options.largest
-        left = tall.move(coords.left.a, to[0], coords.left.t, to[2], alive)
-        right = tall.move(coords.right.a, to[1], coords.right.t, to[3], alive)
+        left, right = coords.moved((to[0], to[1]), (to[2], to[3]), alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
         return Landing(point, NewCoefficients(*new), alive, linalg.still_moving(distances))
 

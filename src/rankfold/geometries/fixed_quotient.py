@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
+from ..together import both
 from . import decay
 from .base import Geometry, Landing, Pair, Sides, StepOptions, flatten_blocks
 
@@ -53,7 +54,7 @@ class FixedQuotient(Geometry):
 
     def frame(self, point: Pair, damping: float = 0.0) -> GramFrame:
         a, b = flatten_blocks(point.left), flatten_blocks(point.right)
-        grams = tall.gram(a), tall.gram(b)
+        grams = both(tall.gram, (a, b))
         return GramFrame(Pair(a, b), *linalg.cholesky_pair(*grams, damping))
 
     def lifted(self, frame: GramFrame) -> Tensor:
@@ -73,20 +74,20 @@ class FixedQuotient(Geometry):
         self, frame: GramFrame, grad: Pair, momentum: Pair | None = None, nu: float = 0.0
     ) -> Pair:
         """(1 − ν) (G_A (BᵀB)⁻¹, G_B (AᵀA)⁻¹) + ν M."""
-        plus = [None, None] if momentum is None else [Plus(flatten_blocks(m), nu) for m in momentum]
-        lifts = (
-            tall.turn(flatten_blocks(g), (1 - nu) * (x.inverse.mT @ x.inverse), p).view_as(g)
-            for g, x, p in zip(grad, (frame.right, frame.left), plus, strict=True)
-        )
-        return Pair(*lifts)
+
+        def lift(g: Tensor, inverse: Tensor, *old: Tensor) -> Tensor:
+            plus = Plus(flatten_blocks(old[0]), nu) if old else None
+            turn = (1 - nu) * (inverse.mT @ inverse)
+            return tall.turn(flatten_blocks(g), turn, plus).view_as(g)
+
+        inverses = frame.right.inverse, frame.left.inverse
+        return Pair(*both(lift, grad, inverses, *([] if momentum is None else [momentum])))
 
     def arrive(self, frame: GramFrame, momentum: Pair) -> Pair:
-        (a, b), m_a, m_b = frame.point, *map(flatten_blocks, momentum)
-        shift = self._shift(frame, tall.overlap(a, m_a), tall.overlap(b, m_b))
-        return Pair(
-            tall.subtract(m_a, a, shift).view_as(momentum.left),
-            tall.subtract(m_b, b, -shift.mT).view_as(momentum.right),
-        )
+        flat = Pair(*map(flatten_blocks, momentum))
+        shift = self._shift(frame, *both(tall.overlap, frame.point, flat))
+        made = both(tall.subtract, flat, frame.point, (shift, -shift.mT))
+        return Pair(*(x.view_as(m) for x, m in zip(made, momentum, strict=True)))
 
     def _shift(self, frame: GramFrame, left: Tensor, right: Tensor) -> Tensor:
         """Λ (batch, r, r) from AᵀM_A and BᵀM_B: A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A), likewise for B."""
@@ -97,11 +98,9 @@ class FixedQuotient(Geometry):
     def coordinates(self, frame: GramFrame, tangent: Pair) -> WeighedTangent:
         # The weights go in as Cholesky factors: through the Gram matrices themselves the sum
         # would cancel, and lose the square of their conditioning.
-        return WeighedTangent(
-            tangent,
-            tall.turned_square(flatten_blocks(tangent.left), frame.right.lower),
-            tall.turned_square(flatten_blocks(tangent.right), frame.left.lower),
-        )
+        flat = Pair(*map(flatten_blocks, tangent))
+        squares = both(tall.turned_square, flat, (frame.right.lower, frame.left.lower))
+        return WeighedTangent(tangent, *squares)
 
     def vector(self, frame: GramFrame, coords: WeighedTangent) -> Pair:
         return coords.vector
@@ -194,11 +193,9 @@ class FixedQuotient(Geometry):
         triangles, inverses = (left.lower.mT, right.lower.mT), (left.inverse, right.inverse)
         if not options.weight_decay:
             alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
-            moved = (
-                tall.step(x.view_as(xi), xi, scale, alive)
-                for x, xi in zip(frame.point, coords.vector, strict=True)
-            )
-            return Landing(Pair(*moved), None, alive, None)
+            old = Pair(*(x.view_as(xi) for x, xi in zip(frame.point, coords.vector, strict=True)))
+            new = both(tall.step, old, coords.vector, (scale, scale), (alive, alive))
+            return Landing(Pair(*new), None, alive, None)
         turns = decay.turns(left, right, options)
         triangles = triangles[0] @ turns.left, triangles[1] @ turns.right
         inverses = inverses[0] @ turns.left_inverse, inverses[1] @ turns.right_inverse

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew
 from ..steepest import steepest_tangent
+from ..together import both
 from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 from .stiefel import (
@@ -48,9 +49,16 @@ class IsometryEmbedded(EmbeddedGeometry):
 
     def coordinates(self, frame: Pair, tangent: Pair) -> TangentXKY:
         c, d = flatten_blocks(tangent.left), flatten_blocks(tangent.right)
-        left, k_left, xx = _split(frame.left, c)
-        right, k_right, yy = _split(frame.right, d)
-        k = skew(k_left - k_right) / 2
+        # X is formed: as a difference of Gram matrices it would drown in the symmetric part of UᵀC,
+        # which is large near an optimum, and is not part of the step.
+        overlaps = both(tall.overlap, frame, (c, d))
+        x, y = both(tall.subtract, (c, d), frame, overlaps)
+        # Where the vector lies in the span all but for rounding, one pass leaves rounding. It is
+        # not part of X, but stays in the Gram matrix: norms that count it keep such steps short.
+        (own_u, rest_x, xx), (own_v, rest_y, yy) = both(tall.grams, frame, (x, y))
+        left = Side(frame.left, x, None, None, rest_x, own_u)
+        right = Side(frame.right, y, None, None, rest_y, own_v)
+        k = skew(overlaps[0] - overlaps[1]) / 2
         return TangentXKY(left, right, k, xx, yy, squared_length(k, xx, yy))
 
     def triangles(self, frame: Pair) -> tuple[Tensor, Tensor]:
@@ -93,10 +101,7 @@ class IsometryEmbedded(EmbeddedGeometry):
         total = v_scale @ u_scale
         new = NewCoefficients(u=p @ total, v=v_scale, x=g * total, y=g * (f @ v_scale))
         alive = u_norm + v_norm <= options.largest
-        point = Pair(
-            coords.left.move(new.u - eye, new.x, alive),
-            coords.right.move(new.v - eye, new.y, alive),
-        )
+        point = coords.move((new.u - eye, new.v - eye), (new.x, new.y), alive)
         (left, right), alive = finish(point, frame, alive, "polar", spread)
         return Landing(Pair(left[:, None], right[:, None]), new, alive, unconverged)
 
@@ -112,28 +117,13 @@ class IsometryEmbedded(EmbeddedGeometry):
         )
         alive = norm <= options.largest
         coefficients = NewCoefficients(*new)
-        left = tall.move(coords.left.a, to[0], coords.left.t, coefficients.x, alive)
-        right = tall.move(coords.right.a, to[1], coords.right.t, coefficients.y, alive)
-        point = Pair(left[:, None], right[:, None])
+        moved = coords.moved((to[0], to[1]), (coefficients.x, coefficients.y), alive)
+        point = Pair(*(x[:, None] for x in moved))
         return Landing(point, coefficients, alive, linalg.still_moving(distances))
 
     def depart(self, frame: Pair, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=True)
         return Pair(kept.left[:, None], kept.right[:, None])
-
-
-def _split(u: Tensor, c: Tensor) -> tuple[Side, Tensor, Tensor]:
-    """One side of a vector with M V = C: its `Side`, UᵀC and XᵀX.
-
-    X is formed: as a difference of Gram matrices it would drown in the symmetric part of UᵀC,
-    which is large near an optimum, and is not part of the step.
-    """
-    overlap = tall.overlap(u, c)
-    x = tall.subtract(c, u, overlap)
-    # Where the vector lies in the span all but for rounding, one pass leaves rounding. It is not
-    # part of X, but stays in the Gram matrix: norms that count it keep such steps short.
-    own, rest, square = tall.grams(u, x)
-    return Side(u, x, None, None, rest, own), overlap, square
 
 
 def _moved_gram(

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew, sym
 from ..steepest import Steepest, shares, steepest_tangent
 from ..tall import Grams, Plus
+from ..together import both
 from .base import Geometry, Landing, Pair, Sides, StepOptions
 
 
@@ -163,20 +166,10 @@ class StiefelGeometry(Geometry):
         return StiefelFrame(point, point.left.shape[1], point.right.shape[1])
 
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
-        u, v = frame.point
-        kappa = self.corrections(frame, _overlaps(frame, grad))
-        return Pair(
-            tall.subtract(grad.left, u, kappa.left, 1 / frame.j),
-            tall.subtract(grad.right, v, kappa.right, 1 / frame.i),
-        )
+        return _subtract(frame, grad, self.corrections(frame, _overlaps(frame, grad)), 1.0)
 
     def arrive(self, frame: StiefelFrame, momentum: Pair) -> Pair:
-        u, v = frame.point
-        kappa = self._arrival(frame, momentum)
-        return Pair(
-            tall.subtract(momentum.left, u, kappa.left),
-            tall.subtract(momentum.right, v, kappa.right),
-        )
+        return Pair(*both(tall.subtract, momentum, frame.point, self._arrival(frame, momentum)))
 
     def _arrival(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         """What times the point has to be taken from a momentum to make it tangent, horizontal."""
@@ -187,19 +180,17 @@ class StiefelGeometry(Geometry):
         return _apply(_overlaps(frame, momentum), left, right)
 
     def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
-        u, v = frame.point
         fresh = self.corrections(frame, _overlaps(frame, grad))
         carried = self._arrival(frame, momentum)
-        left, right = (torch.lerp(m, g, 1 - nu) for m, g in zip(carried, fresh, strict=True))
-        share = 1 - nu
-        return Pair(
-            tall.subtract(grad.left, u, left, share / frame.j, Plus(momentum.left, nu)),
-            tall.subtract(grad.right, v, right, share / frame.i, Plus(momentum.right, nu)),
-        )
+        mixed = both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, fresh)
+        return _subtract(frame, grad, Pair(*mixed), 1 - nu, momentum, nu=nu)
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
-        u, v = frame.point
-        return StiefelTangent(_side(u, tangent.left), _side(v, tangent.right))
+        grams: tuple[Grams | None, Grams | None] = None, None
+        if kernels.serve_small(*frame.point):
+            grams = both(tall.grams, frame.point, tangent)
+        sides = zip(frame.point, tangent, grams, strict=True)
+        return StiefelTangent(*(Side(*parts) for parts in sides))
 
     def vector(self, frame: StiefelFrame, coords: StiefelTangent) -> Pair:
         return Pair(coords.left.xi, coords.right.xi)
@@ -282,14 +273,25 @@ class StiefelGeometry(Geometry):
 
 def _overlaps(frame: StiefelFrame, vector: Pair) -> Pair:
     """UᵀX of every block."""
-    return Pair(*(tall.overlap(u, x) for u, x in zip(frame.point, vector, strict=True)))
+    return Pair(*both(tall.overlap, frame.point, vector))
 
 
-def _side(u: Tensor, xi: Tensor) -> Side:
-    return Side(u, xi, tall.grams(u, xi) if kernels.serve_small(u, xi) else None)
+def _subtract(
+    frame: StiefelFrame, grad: Pair, kappa: Pair, weight: float, *further: Pair, nu: float = 0.0
+) -> Pair:
+    """``weight G_Ui / J − U_i κ_i``, plus ``nu`` times a further vector if there is one."""
+
+    def subtract(partners: int, g: Tensor, u: Tensor, c: Tensor, *m: Tensor) -> Tensor:
+        return tall.subtract(g, u, c, weight / partners, Plus(m[0], nu) if m else None)
+
+    pairs = grad, frame.point, kappa, *further
+    if frame.i == frame.j:
+        return Pair(*both(partial(subtract, frame.i), *pairs))
+    lefts, rights = zip(*pairs, strict=True)
+    return Pair(subtract(frame.j, *lefts), subtract(frame.i, *rights))
 
 
-def _within(norms: list[Tensor], largest: float) -> Tensor:
+def _within(norms: Sequence[Tensor], largest: float) -> Tensor:
     """Members (batch,) none of whose blocks' norms (batch, blocks) is too large or not a number."""
     left, right = (norm.amax(1) for norm in norms)
     return left + right <= largest
@@ -297,15 +299,14 @@ def _within(norms: list[Tensor], largest: float) -> Tensor:
 
 def _land_in_one(coords: StiefelTangent, scale: Tensor, options: StepOptions) -> Landing:
     """A polar step with all of its r×r work in one kernel a side, from overlaps made before."""
-    made = [kernels.stiefel.landing(*s.grams, scale) for s in coords if s.grams]
-    alive = _within([norm for _, _, norm in made], options.largest)
-    new = Pair(
-        *(
-            tall.move(s.u, change, s.xi, share, alive)
-            for s, (change, share, _) in zip(coords, made, strict=True)
-        )
+    grams = [side.grams for side in coords if side.grams is not None]
+    made = both(kernels.stiefel.landing, *zip(*grams, strict=True), (scale, scale))
+    change, share, norms = zip(*made, strict=True)
+    alive = _within(norms, options.largest)
+    points, vectors = zip(*((side.u, side.xi) for side in coords), strict=True)
+    return Landing(
+        Pair(*both(tall.move, points, change, vectors, share, (alive, alive))), None, alive, None
     )
-    return Landing(new, None, alive, None)
 
 
 def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:

@@ -7,6 +7,7 @@ dimensions is contiguous in memory.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -163,14 +164,20 @@ def _launch(kernel: object, table: Table, masters: Table | None, stack: Tensor) 
         )  # fmt: skip
 
 
-def gather(table: Table, masters: Table | None = None) -> Tensor:
-    """The blocks of ``table``, (blocks, height, rank), contiguous and in float32.
+def room_for(*tables: Table) -> list[Tensor]:
+    """Where to `gather` the blocks of tables to: behind each other in memory."""
+    shapes = [(len(table.entries), table.height, table.rank) for table in tables]
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = torch.empty(sum(sizes), dtype=torch.float32, device=tables[0].entries.device)
+    return [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+
+
+def gather(out: Tensor, table: Table, masters: Table | None = None) -> Tensor:
+    """The blocks of ``table`` into ``out``, contiguous float32 (blocks, height, rank).
 
     With ``masters``, of the same blocks in float32: an element is the master's where that rounds
     to what ``table`` holds.
     """
-    shape = (len(table.entries), table.height, table.rank)
-    out = torch.empty(shape, dtype=torch.float32, device=table.entries.device)
     _launch(_gather_kernel, table, masters, out)
     return out
 

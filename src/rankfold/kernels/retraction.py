@@ -6,7 +6,6 @@ One program a member. What each line computes is said in the plain forms, `retra
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -155,9 +154,10 @@ def fixed_embedded(
     r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b = (
         x.contiguous() for x in (*triangles, *inverses, *grams, *inner)
     )
-    p, pulled, q, f, grow_a, grow_b, z_a, z_b, change_a, change_b, *made = (
-        torch.empty_like(k) for _ in range(18)
-    )
+    # Behind each other, so that what is of both sides can be taken for one.
+    p, pulled, q, f, grow_a, grow_b, z_a, z_b, change_a, change_b, *made = k.new_empty(
+        18, *k.shape
+    ).unbind()
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch, 2)
     how = launch(r)
@@ -255,7 +255,7 @@ def isometry_embedded(
     """
     k, xx, yy, scale = (x.contiguous() for x in (k, *grams, scale))
     rest = [x.contiguous() for x in (*own, *inner)]
-    p, f, *made = (torch.empty_like(k) for _ in range(8))
+    p, f, *made = k.new_empty(8, *k.shape).unbind()
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
     how = launch(r)

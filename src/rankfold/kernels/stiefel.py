@@ -5,11 +5,14 @@ Corrections for r up to 128, landings up to 64.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..together import empty_like_both
 from .refine import launch, roots, tile
 from .sizes import padded
 
@@ -87,7 +90,7 @@ def corrections(
 ) -> tuple[Tensor, Tensor]:
     """Corrections of all blocks, (batch, I, r, r) and (batch, J, r, r), from their overlaps."""
     left, right = left.contiguous(), right.contiguous()
-    made = torch.empty_like(left), torch.empty_like(right)
+    made = empty_like_both(left, right)
     batch, i, r, _ = left.shape
     size = padded(r)
     # Some matrices at once in registers: those of more threads where they are larger.
@@ -98,13 +101,21 @@ def corrections(
     return made
 
 
-def landing(
-    own: Tensor, cross: Tensor, square: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The polar factor of U + γΞ as U + U ``change`` + Ξ ``share``, and its norm.
+class Polar(NamedTuple):
+    """The polar factor of U + γΞ as U + U ``change`` + Ξ ``share``, and its ``norm``.
 
-    What of UᵀΞ is symmetric is rounding, and taken out first. ``change`` and ``share`` are
-    (batch, blocks, r, r), norms (batch, blocks).
+    ``change`` and ``share`` are (batch, blocks, r, r), norms (batch, blocks).
+    """
+
+    change: Tensor
+    share: Tensor
+    norm: Tensor
+
+
+def landing(own: Tensor, cross: Tensor, square: Tensor, scale: Tensor) -> Polar:
+    """Where a step γΞ from U ends.
+
+    What of UᵀΞ is symmetric is rounding, and taken out first.
     ``own``, ``cross`` and ``square`` are (batch, blocks, r, r), ``scale`` is (batch,).
     """
     own, cross, square, scale = (x.contiguous() for x in (own, cross, square, scale))
@@ -115,4 +126,4 @@ def landing(
         own, cross, square, scale, change, share, norm,
         r, own.shape[1], **launch(r),
     )  # fmt: skip
-    return change, share, norm
+    return Polar(change, share, norm)
