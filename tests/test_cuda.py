@@ -16,7 +16,11 @@ from rankfold.bench.cases import stacked_case
 from rankfold.checks import orthonormality_defect
 from rankfold.geometries import GEOMETRIES, geometry_for
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch says so whenever the mode is first set.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 ALGORITHMS = [
     (name, grid, retraction)
@@ -27,22 +31,26 @@ ALGORITHMS = [
 
 
 class Problem:
-    """Several grids of one shape and a quadratic loss of their products."""
+    """Several grids of one shape and a quadratic loss of their products.
+
+    Both sides of square grids have one shape, so that they can go together.
+    """
 
     def __init__(
         self, grid: tuple[int, int], device: str, dtype: torch.dtype, members: int = 3
     ) -> None:
         generator = torch.Generator().manual_seed(0)
+        n = 64 if grid[0] == grid[1] else 48
 
         def orthonormal(rows: int) -> nn.Parameter:
             random = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
             return nn.Parameter(torch.linalg.qr(random).Q.to(device, dtype))
 
         self.sides = [
-            ([orthonormal(64) for _ in range(grid[0])], [orthonormal(48) for _ in range(grid[1])])
+            ([orthonormal(64) for _ in range(grid[0])], [orthonormal(n) for _ in range(grid[1])])
             for _ in range(members)
         ]
-        shape = (members, grid[0], grid[1], 64, 48)
+        shape = (members, *grid, 64, n)
         target = torch.randn(shape, generator=generator, dtype=torch.float64)
         self.target = target.to(device, dtype)
         self.grids = [rankfold.Grid(left, right) for left, right in self.sides]

@@ -91,8 +91,12 @@ class FixedQuotient(Geometry):
 
     def _shift(self, frame: GramFrame, left: Tensor, right: Tensor) -> Tensor:
         """Λ (batch, r, r) from AᵀM_A and BᵀM_B: A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A), likewise for B."""
-        towards_a = frame.left.inverse.mT @ (frame.left.inverse @ left)
-        towards_b = frame.right.inverse.mT @ (frame.right.inverse @ right)
+
+        def towards(inverse: Tensor, overlap: Tensor) -> Tensor:
+            return inverse.mT @ (inverse @ overlap)
+
+        inverses = frame.left.inverse, frame.right.inverse
+        towards_a, towards_b = both(towards, inverses, (left, right))
         return (towards_a - towards_b.mT) / 2
 
     def coordinates(self, frame: GramFrame, tangent: Pair) -> WeighedTangent:
@@ -239,7 +243,7 @@ def _entry_bound(
     inverses: tuple[Tensor, Tensor],
 ) -> Tensor:
     """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ."""
-    moved = coords.left.sqrt() * linalg.frobenius(inverses[1])
-    moved = moved + coords.right.sqrt() * linalg.frobenius(inverses[0])
-    size = linalg.frobenius(triangles[0]) + linalg.frobenius(triangles[1])
-    return size + scale.abs() * moved
+    inverse_a, inverse_b = both(linalg.frobenius, inverses)
+    size_a, size_b = both(linalg.frobenius, triangles)
+    moved = coords.left.sqrt() * inverse_b + coords.right.sqrt() * inverse_a
+    return size_a + size_b + scale.abs() * moved

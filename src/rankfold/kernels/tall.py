@@ -15,6 +15,8 @@ from .refine import PRECISION, overlap
 from .sizes import padded, parts
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
+# Sums are better made by fewer: what each has summed is written, and added up by another launch.
+_SUMMING_PROGRAMS = 192
 
 
 @triton.jit
@@ -205,9 +207,9 @@ def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Te
     return out
 
 
-def _schedule(factors: int, m: int, rows: int) -> tuple[int, int]:
+def _schedule(factors: int, m: int, rows: int, programs: int = _PROGRAMS) -> tuple[int, int]:
     """Rows a program takes, and how many programs share a factor."""
-    share = min(parts(m, rows), max(1, parts(_PROGRAMS, factors)))
+    share = min(parts(m, rows), max(1, parts(programs, factors)))
     run = parts(parts(m, share), rows) * rows
     return run, parts(m, run)
 
@@ -236,7 +238,7 @@ def sums(
     assert first is not None
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
     factors, rows = lead.numel(), 64
-    run, shares = _schedule(factors, m, rows)
+    run, shares = _schedule(factors, m, rows, _SUMMING_PROGRAMS)
     matrices = first.new_empty(own + cross + square, factors, shares, r, r)
     unbound = iter(matrices)
     made = [next(unbound) if wanted else first for wanted in (own, cross, square)]
