@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..together import empty_like_both
-from .refine import launch, roots, tile
+from .refine import dot, launch, roots, tile
 from .sizes import padded
 
 
@@ -72,16 +72,16 @@ def _landing_kernel(
     cross = g * tl.load(cross_ptr + place, mask=inside, other=0.0)
     off = 0.5 * (cross + tl.trans(cross))
     gram = tl.load(own_ptr + place, mask=inside, other=eye)
-    gram -= tl.dot(off, gram, input_precision=PRECISION)
-    gram -= tl.dot(gram, off, input_precision=PRECISION)
-    cross -= tl.dot(off, cross, input_precision=PRECISION)
+    gram -= dot(off, gram, PRECISION)
+    gram -= dot(gram, off, PRECISION)
+    cross -= dot(off, cross, PRECISION)
     gram += cross + tl.trans(cross)
     gram += g * g * tl.load(square_ptr + place, mask=inside, other=0.0)
     _, scaling = roots(gram, eye, PRECISION)
-    product = tl.dot(gram, scaling, input_precision=PRECISION) * scaling
+    product = dot(gram, scaling, PRECISION) * scaling
     tl.store(norm_ptr + block, tl.sqrt(tl.sum(tl.sum(tl.where(inside, product, 0.0), 1), 0)))
     tl.store(share_ptr + place, g * scaling, mask=inside)
-    change = scaling - eye - tl.dot(off, scaling, input_precision=PRECISION)
+    change = scaling - eye - dot(off, scaling, PRECISION)
     tl.store(change_ptr + place, change, mask=inside)
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import PRECISION, overlap
+from .refine import PRECISION, dot, overlap
 from .sizes import padded, parts
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
@@ -56,7 +56,7 @@ def _sums_kernel(
         if CROSS or SQUARE:
             c = tl.load(t_ptr + place, mask=there, other=0.0)
             if TURN:
-                c = tl.dot(c, turn, input_precision=PRECISION)
+                c = dot(c, turn, PRECISION)
         if CROSS:
             cross_sum += overlap(a, c, PRECISION)
         if SQUARE:
@@ -93,7 +93,7 @@ def _square_kernel(
         if TURN:
             there = (rows < last) & (cols[None, :] < r)
             c = tl.load(place + cols[None, :], mask=there, other=0.0)
-            c = tl.dot(c, turn, input_precision=PRECISION)
+            c = dot(c, turn, PRECISION)
         else:
             there = (rows < last) & (own[None, :] < r)
             c = tl.load(place + own[None, :], mask=there, other=0.0)
@@ -137,12 +137,12 @@ def _combine_kernel(
         own_there = (rows[:, None] < last) & (own[None, :] < r)
         if TURN_T:
             t = tl.load(t_ptr + place, mask=there, other=0.0)
-            out = tl.dot(t, c_t, input_precision=PRECISION)
+            out = dot(t, c_t, PRECISION)
         else:
             out = (tl.load(t_ptr + own_place, mask=own_there, other=0.0) * weight).to(tl.float32)
         if HAS_A:
             a = tl.load(a_ptr + place, mask=there, other=0.0)
-            out = tl.dot(a, c_a, out, input_precision=PRECISION)
+            out += dot(a, c_a, PRECISION)
         if PLUS:
             out += tl.load(plus_ptr + own_place, mask=own_there, other=0.0) * plus_weight
         if (ADD_A or MASKED) and COLS < R:

@@ -1,0 +1,133 @@
+"""Every kernel compiles for a GPU where there is none: launches are caught, and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankfold import kernels, linalg, tall
+from rankfold.geometries import GEOMETRIES, Pair, geometry_for
+
+from .interpreted import INTERPRETED
+from .points import options
+
+triton: Any = pytest.importorskip("triton")
+compiler: Any = pytest.importorskip("triton.compiler")
+backends: Any = pytest.importorskip("triton.backends.compiler")
+runtime: Any = pytest.importorskip("triton.runtime.jit")
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+HOPPER = ("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.bool: "*i1",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Compiled:
+    """What was launched: names of kernels, each compiled once for the types it was given."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[Any, Any] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return {key[0] for key in self.kernels}
+
+    def take(self, kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        given |= {name: named.pop(name) for name in kernel.arg_names if name in named}
+        constant = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        types, attributes = {}, {}
+        for k, name in enumerate(kernel.arg_names):
+            value = given[name]
+            if name in constant:
+                types[name] = "constexpr"
+            elif isinstance(value, Tensor):
+                types[name] = TYPES[value.dtype]
+            else:
+                types[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, Tensor) or (types[name] == "i32" and value % 16 == 0):
+                attributes[(k,)] = [["tt.divisibility", 16]]
+        key = (kernel.__name__, str(types), str(constant), str(attributes), str(named))
+        if key not in self.kernels:
+            source = compiler.ASTSource(kernel, types, constant, attributes)
+            target = backends.GPUTarget(*HOPPER)
+            self.kernels[key] = triton.compile(source, target=target, options=named)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+    found = Compiled()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        found.take(self, args, named)
+
+    monkeypatch.setattr(runtime.JITFunction, "run", run)
+    monkeypatch.setattr(tall, "can_ask", lambda x: False)
+    assert kernels._importable()
+    yield found
+    for kernel in found.kernels.values():
+        assert kernel.metadata.shared <= SHARED_MEMORY
+        assert kernel.asm["cubin"]
+
+
+def steps(rank: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """A step of every geometry, through the kernels that a GPU would take."""
+    monkeypatch.setattr(kernels, "serve", lambda *x: x[0].dtype == torch.float32)
+    monkeypatch.setattr(kernels, "serve_small", lambda *x: kernels.serve(*x) and rank <= 64)
+    for name in GEOMETRIES:
+        geometry = geometry_for(name, 1, 1)
+        point, grad, held = (
+            Pair(*(torch.randn(3, 1, 2 * rank, rank) for _ in range(2))) for _ in range(3)
+        )
+        opts = options(geometry.retractions[0], 0.05, **{"momentum": 0.9, **changes})
+        geometry.step(point, grad, held, opts)
+
+
+def test_small_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(64, monkeypatch)
+    wanted = {"_sums_kernel", "_combine_kernel", "_square_kernel", "_step_kernel"}
+    wanted |= {"_fixed_core_kernel", "_isometry_moves_kernel", "_landing_kernel"}
+    assert wanted <= compiled.names
+
+
+def test_whitened_steps(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(64, monkeypatch, normalize="whitened", nesterov=True)
+    assert "_inverse_root_kernel" in compiled.names
+
+
+def test_large_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(128, monkeypatch)
+    assert {"_combine_kernel", "_square_kernel"} <= compiled.names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
+    table = kernels.moving.Table(torch.zeros(4, 3, dtype=torch.int64), dtype, 128, 64, True)
+    masters = None if dtype == torch.float32 else table._replace(dtype=torch.float32)
+    (room,) = kernels.moving.room_for(table)
+    kernels.moving.gather(room, table, masters)
+    kernels.moving.scatter(table, room, masters)
+    assert compiled.names == {"_gather_kernel", "_scatter_kernel"}
+
+
+def test_small_matrices(compiled: Compiled) -> None:
+    x = torch.randn(3, 64, 64)
+    kernels.refine.inverse(x, x)
+    kernels.refine.root(x)
+    kernels.refine.best_rank_core(x, x, x, x, linalg.rank_iterations(x.dtype))
+    kernels.small.cholesky_inverse(x)
+    assert {"_inverse_kernel", "_root_kernel", "_best_rank_kernel"} <= compiled.names
