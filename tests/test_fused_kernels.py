@@ -33,7 +33,6 @@ EPS = torch.finfo(torch.float32).eps
 SHAPES = [(1, 40, 16), (2, 100, 20), (3, 7, 3), (1, 3, 1)]
 SHAPES += [(1, 512, 64), (8, 512, 64)] if CUDA else []
 LARGE = [(2, 300, 100), (1, 1000, 128)] if CUDA else []
-every_shape = pytest.mark.parametrize("shape", SHAPES)
 pytestmark = quiet
 
 
@@ -70,21 +69,20 @@ class Case:
 
 
 @in_kernels
-@every_shape
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 100), *LARGE])
 def test_sums_over_rows(shape: tuple[int, int, int]) -> None:
     case = Case(shape)
     a, t, c, _ = case.wide
     turned = t @ c
     sums = kernels.tall.sums
-    found = [
-        *sums(case.a, None, own=True),
-        *sums(case.a, case.t, cross=True),
-        *sums(None, case.a, case.c, square=True),
-        *sums(case.a, case.t, case.c, cross=True, square=True),
-        *sums(case.a, case.t, own=True, cross=True, square=True),
-    ]
-    expected = [a.mT @ a, a.mT @ t, (a @ c).mT @ (a @ c), a.mT @ turned, turned.mT @ turned]
-    expected += [a.mT @ a, a.mT @ t, t.mT @ t]
+    found = [*sums(case.a, None, own=True), *sums(case.a, case.t, cross=True)]
+    expected = [a.mT @ a, a.mT @ t]
+    if shape[-1] <= 64:  # several at once
+        found += sums(None, case.a, case.c, square=True)
+        found += sums(case.a, case.t, case.c, cross=True, square=True)
+        found += sums(case.a, case.t, own=True, cross=True, square=True)
+        expected += [(a @ c).mT @ (a @ c), a.mT @ turned, turned.mT @ turned]
+        expected += [a.mT @ a, a.mT @ t, t.mT @ t]
     for one, other in zip(found, expected, strict=True):
         assert error(one, other) < 8 * EPS
 

@@ -197,7 +197,7 @@ def test_steps(name: str, grid: tuple[int, int], how: str, monkeypatch: pytest.M
 @in_kernels
 @quiet
 @pytest.mark.parametrize("how", ["metric", "momentum"])
-@pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("grid", [(1, 1), *([(2, 2)] if CUDA else [])])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_steps_in_kernels(
     name: str, grid: tuple[int, int], how: str, monkeypatch: pytest.MonkeyPatch

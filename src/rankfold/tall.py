@@ -20,14 +20,14 @@ from . import kernels
 
 def overlap(x: Tensor, y: Tensor) -> Tensor:
     """``xᵀ y``, (..., r, r)."""
-    if kernels.serve_small(x, y):
+    if kernels.serve(x, y):
         return kernels.tall.sums(x, y, cross=True)[0]
     return x.mT @ y
 
 
 def gram(x: Tensor) -> Tensor:
     """``xᵀ x``, (..., r, r)."""
-    if kernels.serve_small(x):
+    if kernels.serve(x):
         return kernels.tall.sums(x, None, own=True)[0]
     return x.mT @ x
 
@@ -36,8 +36,7 @@ def turned_gram(x: Tensor, coefficient: Tensor) -> Tensor:
     """``CᵀC`` of ``C = x coefficient``, (..., r, r)."""
     if kernels.serve_small(x):
         return kernels.tall.sums(None, x, coefficient, square=True)[0]
-    turned = turn(x, coefficient)
-    return turned.mT @ turned
+    return gram(turn(x, coefficient))
 
 
 def turned_square(x: Tensor, coefficient: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ def turned_grams(a: Tensor, t: Tensor, coefficient: Tensor) -> TurnedGrams:
     if kernels.serve_small(a, t):
         return TurnedGrams(*kernels.tall.sums(a, t, coefficient, cross=True, square=True))
     turned = turn(t, coefficient)
-    return TurnedGrams(a.mT @ turned, turned.mT @ turned)
+    return TurnedGrams(overlap(a, turned), gram(turned))
 
 
 class Grams(NamedTuple):
@@ -79,7 +78,7 @@ def grams(u: Tensor, x: Tensor) -> Grams:
     """All overlaps of two tall factors."""
     if kernels.serve_small(u, x):
         return Grams(*kernels.tall.sums(u, x, own=True, cross=True, square=True))
-    return Grams(u.mT @ u, u.mT @ x, x.mT @ x)
+    return Grams(gram(u), overlap(u, x), gram(x))
 
 
 class Plus(NamedTuple):

@@ -44,10 +44,7 @@ def available(device: torch.device) -> bool:
 
 
 def serve_small(*tensors: Tensor) -> bool:
-    """Whether r is small, too: one program then holds many r×r matrices at once.
-
-    Above that the library's own products are as fast as sums over rows in a kernel.
-    """
+    """Whether r is small, too: one program then holds many r×r matrices at once."""
     return serve(*tensors) and tensors[0].shape[-1] <= _SMALL_RANK
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels over the rows of tall float32 factors, r up to 128, sums of products up to 64.
+"""Triton kernels over the rows of tall float32 factors, r up to 128.
 
 One program takes one factor and one run of its rows. Sums over rows are made in the same order
 every time: each program writes what it summed, and the few parts of a factor are added afterwards.
@@ -232,12 +232,15 @@ def sums(
     """Those asked for of AᵀA, AᵀC and CᵀC, each (..., r, r), with ``C = t turn``.
 
     ``a`` and ``t`` are (..., m, r); ``turn`` is (..., r, r), fewer of them than factors if they
-    come in runs that share one.
+    come in runs that share one. Above rank 64 a program has room for one product, and no turn.
     """
     first = a if a is not None else t
     assert first is not None
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
-    factors, rows = lead.numel(), 64
+    factors, size = lead.numel(), padded(r)
+    large = size > 64
+    assert not large or (turn is None and own + cross + square == 1)
+    rows = 32 if large else 64
     run, shares = _schedule(factors, m, rows, _SUMMING_PROGRAMS)
     matrices = first.new_empty(own + cross + square, factors, shares, r, r)
     unbound = iter(matrices)
@@ -247,9 +250,9 @@ def sums(
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
     _sums_kernel[(factors, shares)](
         a, t, turns, *made, m, r, run, shares, repeat,
-        R=padded(r), ROWS=rows, TURN=turn is not None,
+        R=size, ROWS=rows, TURN=turn is not None,
         OWN=own, CROSS=cross, SQUARE=square, PRECISION=PRECISION,
-        num_warps=4, num_stages=2,
+        num_warps=8 if large else 4, num_stages=3 if large else 2,
     )  # fmt: skip
     added = matrices[:, :, 0] if shares == 1 else matrices.sum(2)
     return [x.view(*lead, r, r) for x in added]
