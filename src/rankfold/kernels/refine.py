@@ -52,6 +52,17 @@ def _halve(x):
 
 
 @triton.jit
+def _six(x1, x2, x3, y1, y2, y3):
+    """The product of two sums, small terms first, less what float32 would round away."""
+    made = tl.dot(x3, y1)
+    made = tl.dot(x2, y2, made)
+    made = tl.dot(x1, y3, made)
+    made = tl.dot(x2, y1, made)
+    made = tl.dot(x1, y2, made)
+    return tl.dot(x1, y1, made)
+
+
+@triton.jit
 def dot(x, y, P: tl.constexpr):
     """x y, in the precision P."""
     if P == "ieee":
@@ -59,12 +70,7 @@ def dot(x, y, P: tl.constexpr):
     else:
         x1, x2, x3 = _split(x)
         y1, y2, y3 = _split(y)
-        made = tl.dot(x3, y1)
-        made = tl.dot(x2, y2, made)
-        made = tl.dot(x1, y3, made)
-        made = tl.dot(x2, y1, made)
-        made = tl.dot(x1, y2, made)
-        made = tl.dot(x1, y1, made)
+        made = _six(x1, x2, x3, y1, y2, y3)
     return made
 
 
@@ -90,12 +96,7 @@ def overlap(x, y, P: tl.constexpr):
     else:
         x1, x2, x3 = _split(x)
         y1, y2, y3 = _split(y)
-        made = tl.dot(tl.trans(x3), y1)
-        made = tl.dot(tl.trans(x2), y2, made)
-        made = tl.dot(tl.trans(x1), y3, made)
-        made = tl.dot(tl.trans(x2), y1, made)
-        made = tl.dot(tl.trans(x1), y2, made)
-        made = tl.dot(tl.trans(x1), y1, made)
+        made = _six(tl.trans(x1), tl.trans(x2), tl.trans(x3), y1, y2, y3)
     return made
 
 
