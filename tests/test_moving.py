@@ -15,6 +15,7 @@ from torch import Tensor
 from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, stacks, workspace
 from rankfold.geometries import GEOMETRIES, Pair
 from rankfold.stacks import Plan, grad_of, itself
+from rankfold.together import as_one
 
 from .moving_cases import (
     CUDA,
@@ -95,6 +96,18 @@ def test_reads_what_bundles_hold(layout: str, dtype: torch.dtype) -> None:
             for ours, theirs in zip(read, stack.read(buffers), strict=True):
                 assert ours.is_contiguous()
                 assert torch.equal(ours, theirs)
+
+
+@in_kernels
+def test_both_sides_are_gathered_behind_each_other() -> None:
+    """So that a step can take them for one stack."""
+    sides = [[torch.nn.Parameter(torch.randn(M, R, device=DEVICE)) for _ in range(3)] for _ in "ab"]
+    plan = Plan([(str(k), Grid(a, b)) for k, (a, b) in enumerate(zip(*sides, strict=True))])
+    (stack,) = plan.stacks
+    pair = direct.Direct([stack], {"weight": itself}).read("weight", stack, everything(stack))
+    one = as_one(*pair)
+    assert one.data_ptr() == pair.left.data_ptr()
+    assert torch.equal(one.flatten(0, 1), torch.stack([*sides[0], *sides[1]]))
 
 
 @in_kernels

@@ -16,7 +16,8 @@ from .interpreted import CUDA, DEVICE, in_kernels, on_the_host, quiet, run_in_in
 triton: Any = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")
 
-from rankfold.kernels import refine  # noqa: E402  (it imports Triton)
+from rankfold.kernels import products as made_of  # noqa: E402  (it imports Triton)
+from rankfold.kernels.refine import tile  # noqa: E402
 
 EPS = torch.finfo(torch.float32).eps
 R = 32
@@ -30,22 +31,22 @@ def test_in_interpreter() -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _products_kernel(x_ptr, y_ptr, dot_ptr, rough_ptr, overlap_ptr, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    place, _, _ = refine.tile(R, R)
+    place, _, _ = tile(R, R)
     x, y = tl.load(x_ptr + place), tl.load(y_ptr + place)
-    tl.store(dot_ptr + place, refine.dot(x, y, "bf16x6"))
-    tl.store(rough_ptr + place, refine.rough(x, y, "bf16x6"))
-    tl.store(overlap_ptr + place, refine.overlap(x, y, "bf16x6"))
+    tl.store(dot_ptr + place, made_of.dot(x, y, "bf16x6"))
+    tl.store(rough_ptr + place, made_of.rough(x, y, "bf16x6"))
+    tl.store(overlap_ptr + place, made_of.overlap(x, y, "bf16x6"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _parts_kernel(x_ptr, out_ptr, count, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    place, _, _ = refine.tile(R, R)
+    place, _, _ = tile(R, R)
     x = tl.load(x_ptr + place)
-    first, second, third = refine._split(x)
+    first, second, third = made_of._split(x)
     tl.store(out_ptr + place, first.to(tl.float32))
     tl.store(out_ptr + count + place, second.to(tl.float32))
     tl.store(out_ptr + 2 * count + place, third.to(tl.float32))
-    first, second = refine._halve(x)
+    first, second = made_of._halve(x)
     tl.store(out_ptr + 3 * count + place, first.to(tl.float32))
     tl.store(out_ptr + 4 * count + place, second.to(tl.float32))
 

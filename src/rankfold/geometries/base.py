@@ -201,12 +201,8 @@ class Geometry(ABC):
         }
         happened["skipped"] = ~landing.alive
         if kept is not None and momentum is not None:
-            alive = landing.alive
-
-            def keep(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-                return tall.choose(mask, new, old)
-
-            kept = Pair(*both(keep, kept, momentum, (alive, alive)))
+            alive = landing.alive, landing.alive
+            kept = Pair(*both(lambda new, old, x: tall.choose(x, new, old), kept, momentum, alive))
         if running is not None and plotted.running is not None:
             numbers = zip(plotted.running, running, strict=True)
             running = Running(*(torch.where(landing.alive, new, old) for new, old in numbers))

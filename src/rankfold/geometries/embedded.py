@@ -69,17 +69,21 @@ class TangentXKY(NamedTuple):
 
     def combine(self, u: Two, x: Two) -> Pair:
         """U u + X x and V u + Y x with each side's own u and x (batch, r, r)."""
-        (a, t), (b, s) = self.left.coefficients(u[0], x[0]), self.right.coefficients(u[1], x[1])
-        return Pair(*both(tall.combine, self._a, (a, b), self._t, (t, s)))
+        c_a, c_t = self._coefficients(u, x)
+        return Pair(*both(tall.combine, self._a, c_a, self._t, c_t))
 
     def move(self, u: Two, x: Two, alive: Tensor) -> Pair:
         """The same, added to what ``a`` is of either side, for members ``alive`` (batch,)."""
-        (a, t), (b, s) = self.left.coefficients(u[0], x[0]), self.right.coefficients(u[1], x[1])
-        return self.moved((a, b), (t, s), alive)
+        return self.moved(*self._coefficients(u, x), alive)
 
     def moved(self, c_a: Two, c_t: Two, alive: Tensor) -> Pair:
         """``a + a c_a + t c_t`` of either side, or ``a`` for members that are not ``alive``."""
         return Pair(*both(tall.move, self._a, c_a, self._t, c_t, (alive, alive)))
+
+    def _coefficients(self, u: Two, x: Two) -> tuple[Two, Two]:
+        """Of both sides' ``a``, and of both sides' ``t``."""
+        (a, t), (b, s) = self.left.coefficients(u[0], x[0]), self.right.coefficients(u[1], x[1])
+        return (a, b), (t, s)
 
     @property
     def _a(self) -> Two:

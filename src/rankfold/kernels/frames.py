@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import dot, launch, roots, tile, total
+from .products import dot
+from .refine import launch, roots, tile, total
 
 
 @triton.jit

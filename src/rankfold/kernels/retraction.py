@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import best_rank, dot, invert, launch, roots, tile, total
+from .products import dot
+from .refine import best_rank, invert, launch, roots, tile, total
 
 
 @triton.jit

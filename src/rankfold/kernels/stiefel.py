@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..together import empty_like_both
-from .refine import dot, launch, roots, tile
+from .products import dot
+from .refine import launch, roots, tile
 from .sizes import padded
 
 

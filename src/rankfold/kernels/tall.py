@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import PRECISION, dot, overlap
+from .products import PRECISION, dot, overlap
 from .sizes import padded, parts
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy

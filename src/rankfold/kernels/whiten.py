@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .refine import dot, launch, tile
+from .products import dot
+from .refine import launch, tile
 
 
 @triton.jit
