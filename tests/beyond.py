@@ -36,12 +36,14 @@ class Beyond(Reference):
         momentum_form: str = "smoothing",
         second_moment: float = 0.0,
         bias_correction: bool = False,
+        growth: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.weight_decay, self.decay_to = weight_decay, decay_to
         self.heavy = momentum_form == "heavy-ball"
         self.beta, self.bias_correction = second_moment, bias_correction
+        self.growth = growth
         self.squares: list[float] = []
         self.taken = 0
 
@@ -53,6 +55,12 @@ class Beyond(Reference):
         weights = [self.beta**k for k in range(len(self.squares))][::-1]
         total = sum(w * s for w, s in zip(weights, self.squares, strict=True))
         return max(float((total / sum(weights)) ** 0.5), self.norm_floor)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of a step from here."""
+        values = [torch.linalg.svdvals(w)[: self.r] for w in itertools.chain(*self.W)]
+        return self.lr * float(torch.cat(values).square().mean().sqrt()) ** self.growth
 
     def decay(self, vectors: list[Tensor]) -> list[Tensor]:
         """Move to the decayed product, and give vectors there with the same matrices."""
@@ -73,7 +81,7 @@ class Beyond(Reference):
             self.squares.append(float(kind) ** 2)
         self.taken += 1
         if self.heavy:
-            fresh = -self.lr * gradient / self.size(gradient)
+            fresh = -self.rate * gradient / self.size(gradient)
             self.M = nu * self.M + fresh
             step = nu * self.M + fresh if self.nesterov else self.M
         else:
@@ -81,7 +89,7 @@ class Beyond(Reference):
             along = nu * self.M + (1 - nu) * gradient if self.nesterov else self.M
             if self.bias_correction:
                 along = along / (1 - nu ** (self.taken + self.nesterov))
-            step = -self.lr * along / self.size(along)
+            step = -self.rate * along / self.size(along)
         if self.weight_decay:
             step, self.M = self.decay([step, self.M])
         self.move_to(*self.retract(step))

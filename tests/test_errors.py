@@ -156,11 +156,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(({"lr": lr}, ("lr must be a number", f"got {lr!r}")) for lr in (None, "0.1", [0.1])),
     *(
         ({option: "0.5"}, (f"{option} must be a number, got '0.5'",))
-        for option in ("momentum", "second_moment", "weight_decay", "decay_to", "norm_floor")
+        for option in ("momentum", "second_moment", "growth", "weight_decay", "decay_to")
     ),
     *(
         ({option: "0.5"}, (f"{option} must be a number, got '0.5'",))
-        for option in ("damping", "rank_floor", "scale_lr", "trust_region")
+        for option in ("norm_floor", "damping", "rank_floor", "scale_lr", "trust_region")
     ),
     *(
         ({"lr": lr}, ("lr must be finite and not negative", f"got {lr}"))
@@ -194,6 +194,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         )
         for normalize in (None, "schatten-inf")
     ),
+    *(
+        ({"growth": growth}, ("growth must be finite and not negative", f"got {growth}"))
+        for growth in (-0.5, math.nan, math.inf)
+    ),
+    ({"growth": 0.5, "geometry": "isometry-quotient"}, ("isometry-quotient has no growth",)),
+    ({"growth": 0.5, "damping": 0.1}, ("damping", "zero", "growth")),
     ({"weight_decay": -0.1}, ("weight_decay must be finite and not negative", "got -0.1")),
     ({"weight_decay": math.inf}, ("weight_decay must be finite", "got inf")),
     ({"weight_decay": 0.1, "decay_to": -1.0}, ("decay_to must be finite and not negative",)),

@@ -112,6 +112,7 @@ OTHER: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "nesterov": ("fixed-embedded", True, {"momentum": 0.9}),
     "bias_correction": ("fixed-embedded", True, {"momentum": 0.9}),
     "second_moment": ("fixed-embedded", 0.9, {}),
+    "growth": ("fixed-embedded", 0.5, {}),
     "normalize": ("fixed-embedded", None, {}),
     "weight_decay": ("fixed-embedded", 0.1, {}),
     "decay_to": ("fixed-embedded", 1.0, {"weight_decay": 0.1}),

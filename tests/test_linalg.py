@@ -58,7 +58,7 @@ def test_polar_of_a_bounded_step(dtype: torch.dtype, reach: float) -> None:
     xi = xi - u @ linalg.sym(u.mT @ xi)
     xi = xi * reach / torch.linalg.matrix_norm(xi, ord=2)[:, None, None]
     x = (u + xi).to(dtype)
-    result = x @ polar.polar_scaling(x.mT @ x, 2 * reach**2 + 0.05)
+    result = x @ polar.polar_scaling(x.mT @ x, polar.Spread(2 * reach**2 + 0.05))
     eps = torch.finfo(dtype).eps
     assert (result - svd_polar(x)).abs().max() < 20 * eps
     gram = result.double().mT @ result.double() - torch.eye(5)

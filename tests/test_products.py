@@ -30,12 +30,14 @@ def test_in_interpreter() -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _products_kernel(x_ptr, y_ptr, dot_ptr, rough_ptr, overlap_ptr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+def _products_kernel(x_ptr, y_ptr, dot_ptr, rough_ptr, overlap_ptr, gram_ptr, R: tl.constexpr):  # type: ignore[no-untyped-def]
     place, _, _ = tile(R, R)
     x, y = tl.load(x_ptr + place), tl.load(y_ptr + place)
     tl.store(dot_ptr + place, made_of.dot(x, y, "bf16x6"))
     tl.store(rough_ptr + place, made_of.rough(x, y, "bf16x6"))
     tl.store(overlap_ptr + place, made_of.overlap(x, y, "bf16x6"))
+    half = made_of.half_gram(x, "bf16x6")
+    tl.store(gram_ptr + place, half + tl.trans(half))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -64,14 +66,20 @@ def parts(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return list(made[:3]), list(made[3:])
 
 
+def in_kernel(x: Tensor, y: Tensor) -> list[Tensor]:
+    """x y, roughly the same, xᵀ y and xᵀ x."""
+    made = [torch.empty_like(x) for _ in range(4)]
+    _products_kernel[(len(x),)](x, y, *made, R=R)
+    return made
+
+
 def products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x y by six products and by three: of a kernel, or of its parts, as the interpreter has no
     bfloat16 to multiply.
     """
     if CUDA:
-        made = [torch.empty_like(x) for _ in range(3)]
-        _products_kernel[(len(x),)](x, y, *made, R=R)
-        return made[0], made[1]
+        made, rough, _, _ = in_kernel(x, y)
+        return made, rough
     (x1, x2, x3), (a1, a2) = parts(x)
     (y1, y2, y3), (b1, b2) = parts(y)
     return x3 @ y1 + x2 @ y2 + x1 @ y3 + x2 @ y1 + x1 @ y2 + x1 @ y1, a2 @ b1 + a1 @ b2 + a1 @ b1
@@ -110,10 +118,26 @@ def test_six_products_are_as_good_as_float32(spread: float) -> None:
 @pytest.mark.skipif(not CUDA, reason="the interpreter has no bfloat16 to multiply")
 def test_overlaps_are_products_with_the_transpose() -> None:
     x, y = random(6), random(7)
-    made = [torch.empty_like(x) for _ in range(3)]
-    _products_kernel[(len(x),)](x, y, *made, R=R)
+    made = in_kernel(x, y)[2]
     exact = x.double().mT @ y.double()
-    assert (made[2].double() - exact).abs().max() < 4 * EPS * exact.abs().max()
+    assert (made.double() - exact).abs().max() < 4 * EPS * exact.abs().max()
+
+
+@in_kernels
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_four_products_make_a_gram_matrix(spread: float) -> None:
+    x = random(8, spread)
+    if CUDA:
+        made = in_kernel(x, x)[3]
+    else:
+        (x1, x2, x3), _ = parts(x)
+        half = x1.mT @ x3 + x1.mT @ x2 + 0.5 * (x2.mT @ x2 + x1.mT @ x1)
+        made = half + half.mT
+    exact, size = x.double().mT @ x.double(), x.double().abs().mT @ x.double().abs()
+    off, usual = ((y.double() - exact) / size for y in (made, x.mT @ x))
+    assert off.abs().max() < 2 * usual.abs().max() + EPS
+    assert off.mean().abs() < EPS / 8
+    assert torch.equal(made, made.mT)
 
 
 @in_kernels

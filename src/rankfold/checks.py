@@ -22,7 +22,7 @@ from .schatten import WHITENED, by_products, exponent
 from .stacks import Plan, itself
 
 NUMBERS = (
-    *("lr", "momentum", "second_moment", "weight_decay", "decay_to"),
+    *("lr", "momentum", "second_moment", "growth", "weight_decay", "decay_to"),
     *("norm_floor", "damping", "rank_floor"),
 )
 NUMBERS_OR_NONE = ("scale_lr", "trust_region")
@@ -82,6 +82,21 @@ def check_options(options: Mapping[str, Any]) -> None:
     _check_normalization(options)
     _check_momentum(options)
     _check_scale(options)
+    _check_growth(options)
+
+
+def _check_growth(options: Mapping[str, Any]) -> None:
+    growth = options["growth"]
+    if not (math.isfinite(growth) and growth >= 0):
+        raise ValueError(f"growth must be finite and not negative, got {growth}")
+    if growth and is_isometry(options["geometry"]):
+        raise ValueError(
+            f"{options['geometry']} has no growth: singular values of an isometry are all 1"
+        )
+    if growth and options["damping"]:
+        raise ValueError(
+            "damping is for products that start at zero, and with a growth these stay there"
+        )
 
 
 def _check_scale(options: Mapping[str, Any]) -> None:

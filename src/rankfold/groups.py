@@ -216,6 +216,7 @@ def step_options(group: Group, rate: Rate, geometry: Geometry, largest: float) -
         momentum_form=group["momentum_form"],
         second_moment=group["second_moment"],
         bias_correction=group["bias_correction"],
+        growth=group["growth"],
         weight_decay=group["weight_decay"],
         decay_to=group["decay_to"],
         largest=largest,

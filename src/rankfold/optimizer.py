@@ -56,6 +56,9 @@ class RiemannianSGD(StatefulOptimizer):
         second_moment: β in [0, 1); above 0 a step is divided not by its own norm but by the root of
             the running mean (with the weight 1 − β for the newest, bias-corrected) of the squared
             norms of gradients: Adam with one number a member. Needs a ``normalize`` that is a norm.
+        growth: γ ≥ 0, for fixed-rank geometries: a member's learning rate is multiplied by s^γ,
+            with s the root mean square of the singular values of its products. At ½ steps grow
+            with products as those of optimizers do that see factors alone, at 1 they are relative.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
             of the tangent matrix, of the stacked matrix for a grid), None, or ``"schatten-p"``
             with a number p from 1 to ``inf``: not the gradient scaled, but the direction of
@@ -112,6 +115,7 @@ class RiemannianSGD(StatefulOptimizer):
         nesterov: bool = False,
         bias_correction: bool = False,
         second_moment: float = 0.0,
+        growth: float = 0.0,
         normalize: str | None = "metric",
         weight_decay: float = 0.0,
         decay_to: float = 0.0,
@@ -134,6 +138,7 @@ class RiemannianSGD(StatefulOptimizer):
             "nesterov": nesterov,
             "bias_correction": bias_correction,
             "second_moment": second_moment,
+            "growth": growth,
             "normalize": normalize,
             "weight_decay": weight_decay,
             "decay_to": decay_to,

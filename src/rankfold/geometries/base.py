@@ -73,6 +73,10 @@ class Geometry(ABC):
         """Members (batch,) whose Gram matrices had to be lifted to factor, if that can happen."""
         return None
 
+    def core(self, frame: Any) -> Tensor:
+        """(batch, r, r) with the singular values of the (stacked) product, of a fixed rank."""
+        raise NotImplementedError(f"singular values of {self.name} are all one")
+
     @abstractmethod
     def gradient(self, frame: Any, grad: Pair, repair: str = "average") -> Pair:
         """The Riemannian gradient in this geometry's coordinates, from the factors' gradients.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import tall
+from .. import linalg, tall
 from .terms import LONGEST_CAPTURED, Pair, StepOptions
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def plot(
         scale = scale * lr.clamp(max=LONGEST_CAPTURED)
     else:
         scale = scale * options.lr
+    if options.growth:
+        scale = scale * _size(geometry, frame, grad) ** options.growth
     if running is not None:
         nu, weight = options.momentum, running.weight
         weight = torch.zeros_like(weight) if momentum is None else nu * weight + (1 - nu)
@@ -78,6 +81,13 @@ def plot(
     given = _Given(geometry, frame, grad, momentum, running, options, scale)
     course = _heavy_ball(given) if options.momentum_form == "heavy-ball" else _smoothing(given)
     return course._replace(clipped=clipped)
+
+
+def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
+    """Root mean square of the singular values of a member's products, (batch,)."""
+    core, (left, right) = geometry.core(frame), factors
+    count = core.shape[-1] * left.shape[1] * right.shape[1]
+    return linalg.frobenius(core) / math.sqrt(count)
 
 
 def _smoothing(given: _Given) -> Course:

@@ -45,6 +45,9 @@ class FixedEmbedded(EmbeddedGeometry):
     def lifted(self, frame: PairFrame) -> Tensor:
         return frame.left.lifted | frame.right.lifted
 
+    def core(self, frame: PairFrame) -> Tensor:
+        return frame.left.triangle @ frame.right.triangle.mT
+
     def gradient(self, frame: PairFrame, grad: Pair, repair: str = "average") -> Pair:
         if repair != "exact":
             return grad

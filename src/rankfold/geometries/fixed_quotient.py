@@ -60,6 +60,9 @@ class FixedQuotient(Geometry):
     def lifted(self, frame: GramFrame) -> Tensor:
         return frame.left.lifted | frame.right.lifted
 
+    def core(self, frame: GramFrame) -> Tensor:
+        return frame.left.lower.mT @ frame.right.lower
+
     def gradient(self, frame: GramFrame, grad: Pair, repair: str = "average") -> Pair:
         lift = self._lift(frame, grad)
         # The horizontal projection is the nearest horizontal vector in the metric.

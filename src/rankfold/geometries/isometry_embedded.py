@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew
+from ..polar import Spread
 from ..steepest import steepest_tangent
 from ..together import both
 from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
@@ -227,10 +228,10 @@ def _tangent_means(core: Tensor, i: int, j: int, r: int) -> tuple[Tensor, Tensor
     return inner.mean(2) - half, half - inner.mean(1), below, beside
 
 
-def _gram_spread(reach: float | None) -> float | None:
+def _gram_spread(reach: float | None) -> Spread | None:
     """Bound on the distance from I of the two Gram matrices in `IsometryEmbedded.retract`.
 
     For a step of length t the inverses of I + γK have norm at most 1, and both matrices stay
     within 3t² of I up to t = ½, where the iteration still has room to spare.
     """
-    return None if reach is None or reach > 0.5 else 3 * reach**2 + 0.05
+    return None if reach is None or reach > 0.5 else Spread(3 * reach**2 + 0.05)

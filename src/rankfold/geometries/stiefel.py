@@ -25,10 +25,14 @@ from torch import Tensor
 
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew, sym
+from ..polar import Spread
 from ..steepest import Steepest, shares, steepest_tangent
 from ..tall import Grams, Plus
 from ..together import both
 from .base import Geometry, Landing, Pair, Sides, StepOptions
+
+# In eigenvalues, for factors that were reloaded from bfloat16 and are orthonormal to that alone.
+_MARGIN = 0.05
 
 
 class StiefelFrame(NamedTuple):
@@ -324,13 +328,13 @@ def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
 
 
 def orthonormal_scaling(
-    gram: Tensor, retraction: str, spread: float | None
+    gram: Tensor, retraction: str, spread: Spread | None
 ) -> tuple[Tensor, Tensor]:
     """What r×r makes columns with this Gram matrix (..., r, r) orthonormal, and their norm then.
 
-    Exactly so where ``spread``, a bound on its eigenvalues' distance from 1, is small, roughly
-    otherwise: see `finish`. The Gram matrix is that of the numbers actually stored, so errors of
-    the past are repaired here and orthonormality does not drift.
+    Exactly so where the ``spread`` of its eigenvalues is small, roughly otherwise: see `finish`.
+    The Gram matrix is that of the numbers actually stored, so errors of the past are repaired here
+    and orthonormality does not drift.
     """
     if retraction == "qr":
         scaling = linalg.cholesky(gram).inverse.mT
@@ -340,7 +344,7 @@ def orthonormal_scaling(
 
 
 def finish(
-    new: Pair, old: Pair, alive: Tensor, retraction: str, spread: float | None
+    new: Pair, old: Pair, alive: Tensor, retraction: str, spread: Spread | None
 ) -> tuple[Pair, Tensor]:
     """A second pass over columns that `orthonormal_scaling` has brought near orthonormality.
 
@@ -368,19 +372,23 @@ def weighted_square(frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
     return frame.j * coords.left.squared_norm() + frame.i * coords.right.squared_norm()
 
 
-def gram_spread(reach: float | None) -> float | None:
-    """How far (U + Ξ)ᵀ(U + Ξ) = I + ΞᵀΞ can be from I for a tangent step of length ``reach``.
+def gram_spread(reach: float | None) -> Spread | None:
+    """Where eigenvalues of (U + Ξ)ᵀ(U + Ξ) = I + ΞᵀΞ lie for a tangent step of length ``reach``.
 
-    No metric here lets a factor move by more than √2 of the step's length. The margin is for
-    factors that were reloaded from bfloat16 and are not yet orthonormal to working precision.
+    No metric here lets a factor move by more than √2 of the step's length.
     """
-    return None if reach is None else 2 * reach**2 + 0.05
+    return None if reach is None else Spread(2 * reach**2 + _MARGIN)
 
 
-def moved_spread(reach: float | None) -> float | None:
-    """The same where the step need not be tangent.
+def moved_spread(reach: float | None) -> Spread | None:
+    """The same where the step need not be tangent: between (1 − √2 t)² and (1 + √2 t)².
 
     What is left of a gradient that is all but normal is rounding, and not tangent, but is scaled
     to a full step like any other.
     """
-    return None if reach is None else 2 * 2**0.5 * reach + 2 * reach**2 + 0.05
+    if reach is None:
+        return None
+    centre, width = 1 + 2 * reach**2, 2 * 2**0.5 * reach + _MARGIN
+    # Steps are short but in a graph, which must serve the longest one; then 1 is centre enough.
+    around_one = width + centre - 1
+    return Spread(around_one) if around_one < 0.9 else Spread(width / centre, centre)

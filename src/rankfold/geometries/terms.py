@@ -55,6 +55,7 @@ class StepOptions:
     momentum_form: str = "smoothing"
     second_moment: float = 0.0
     bias_correction: bool = False
+    growth: float = 0.0
     weight_decay: float = 0.0
     decay_to: float = 0.0
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store

@@ -80,6 +80,21 @@ def rough(x, y, P: tl.constexpr):
 
 
 @triton.jit
+def half_gram(x, P: tl.constexpr):
+    """H with xᵀx = H + Hᵀ, in the precision P: of the six products four are left."""
+    if P == "ieee":
+        made = tl.dot(tl.trans(x), 0.5 * x, input_precision="ieee")
+    else:
+        x1, x2, x3 = _split(x)
+        across = tl.trans(x1)
+        made = tl.dot(across, x3)
+        made = tl.dot(across, x2, made)
+        squares = tl.dot(tl.trans(x2), x2)
+        made += 0.5 * tl.dot(across, x1, squares)
+    return made
+
+
+@triton.jit
 def overlap(x, y, P: tl.constexpr):
     """xᵀ y, in the precision P: operands are split before one is transposed, which is faster."""
     if P == "ieee":

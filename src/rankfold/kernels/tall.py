@@ -6,17 +6,33 @@ every time: each program writes what it summed, and the few parts of a factor ar
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import PRECISION, dot, overlap
+from .products import PRECISION, dot, half_gram, overlap
 from .sizes import padded, parts
 
 _PROGRAMS = 512  # enough to keep every multiprocessor of today's GPUs busy
 # Sums are better made by fewer: what each has summed is written, and added up by another launch.
 _SUMMING_PROGRAMS = 192
+
+
+class Shape(NamedTuple):
+    """What a program takes at a time, and how it is launched."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# Up to rank 64, and above it. Measured on an H200.
+_SUMS = Shape(64, 64, 4, 2), Shape(32, 128, 8, 3)
+_COMBINE = Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)
 
 
 @triton.jit
@@ -52,7 +68,7 @@ def _sums_kernel(
         if OWN or CROSS:
             a = tl.load(a_ptr + place, mask=there, other=0.0)
         if OWN:
-            own_sum += overlap(a, a, PRECISION)
+            own_sum += half_gram(a, PRECISION)
         if CROSS or SQUARE:
             c = tl.load(t_ptr + place, mask=there, other=0.0)
             if TURN:
@@ -60,14 +76,14 @@ def _sums_kernel(
         if CROSS:
             cross_sum += overlap(a, c, PRECISION)
         if SQUARE:
-            square_sum += overlap(c, c, PRECISION)
+            square_sum += half_gram(c, PRECISION)
     out = (factor * parts + part) * r * r + square
     if OWN:
-        tl.store(own_ptr + out, own_sum, mask=inside)
+        tl.store(own_ptr + out, own_sum + tl.trans(own_sum), mask=inside)
     if CROSS:
         tl.store(cross_ptr + out, cross_sum, mask=inside)
     if SQUARE:
-        tl.store(square_ptr + out, square_sum, mask=inside)
+        tl.store(square_ptr + out, square_sum + tl.trans(square_sum), mask=inside)
 
 
 @triton.jit
@@ -214,10 +230,10 @@ def _schedule(factors: int, m: int, rows: int, programs: int = _PROGRAMS) -> tup
     return run, parts(m, run)
 
 
-def _columns(size: int) -> int:
-    """How many of its columns a program makes of a product with a padded r×r matrix."""
-    # Of `_combine_kernel` with one product this was measured on an H200; the others follow it.
-    return min(size, 64)
+def _shape(shapes: tuple[Shape, Shape], size: int) -> Shape:
+    """That for matrices of this padded rank, and no more columns than these have."""
+    shape = shapes[size > 64]
+    return shape._replace(columns=min(size, shape.columns))
 
 
 def sums(
@@ -238,10 +254,9 @@ def sums(
     assert first is not None
     lead, (m, r) = first.shape[:-2], first.shape[-2:]
     factors, size = lead.numel(), padded(r)
-    large = size > 64
-    assert not large or (turn is None and own + cross + square == 1)
-    rows = 32 if large else 64
-    run, shares = _schedule(factors, m, rows, _SUMMING_PROGRAMS)
+    assert size <= 64 or (turn is None and own + cross + square == 1)
+    shape = _shape(_SUMS, size)
+    run, shares = _schedule(factors, m, shape.rows, _SUMMING_PROGRAMS)
     matrices = first.new_empty(own + cross + square, factors, shares, r, r)
     unbound = iter(matrices)
     made = [next(unbound) if wanted else first for wanted in (own, cross, square)]
@@ -250,9 +265,9 @@ def sums(
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
     _sums_kernel[(factors, shares)](
         a, t, turns, *made, m, r, run, shares, repeat,
-        R=size, ROWS=rows, TURN=turn is not None,
+        R=size, ROWS=shape.rows, TURN=turn is not None,
         OWN=own, CROSS=cross, SQUARE=square, PRECISION=PRECISION,
-        num_warps=8 if large else 4, num_stages=3 if large else 2,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     added = matrices[:, :, 0] if shares == 1 else matrices.sum(2)
     return [x.view(*lead, r, r) for x in added]
@@ -262,15 +277,16 @@ def square(t: Tensor, turn: Tensor | None = None) -> Tensor:
     """``‖t turn‖²`` or ``‖t‖²`` of each factor (..., m, r), (...)."""
     t = t.contiguous()
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
-    factors, rows, size = lead.numel(), 64, padded(t.shape[-1])
-    run, shares = _schedule(factors, m, rows)
-    cols = _columns(size)
-    norms = t.new_empty(factors, shares * (size // cols))
-    _square_kernel[(size // cols, factors, shares)](
+    factors, size = lead.numel(), padded(t.shape[-1])
+    shape = _shape(_COMBINE, size)
+    run, shares = _schedule(factors, m, shape.rows)
+    columns = size // shape.columns
+    norms = t.new_empty(factors, shares * columns)
+    _square_kernel[(columns, factors, shares)](
         t, t if turn is None else turn.contiguous(), norms, m, r, run,
         1 if turn is None else factors // turn.shape[:-2].numel(),
-        R=size, ROWS=rows, COLS=cols, TURN=turn is not None, PRECISION=PRECISION,
-        num_warps=4, num_stages=2,
+        R=size, ROWS=shape.rows, COLS=shape.columns, TURN=turn is not None, PRECISION=PRECISION,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return norms.sum(1).view(lead)
 
@@ -292,8 +308,8 @@ def combine(
     (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
     """
     size = padded(t.shape[-1])
-    cols = _columns(size)
-    if cols < size and a is not None and isinstance(c_t, Tensor):
+    shape = _shape(_COMBINE, size)
+    if size > 64 and a is not None and isinstance(c_t, Tensor):
         # Inferred from profiles of whole steps on an H200: a launch with two products this large
         # takes about four times as long as one with a single product. ``a`` itself, the largest
         # term, is still added last.
@@ -301,19 +317,19 @@ def combine(
         return combine(a, c_a, turned, 1.0, sign=sign, add_a=add_a, alive=alive)
     t = t.contiguous()
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
-    factors, rows = lead.numel(), 64
-    run, shares = _schedule(factors, m, rows)
+    factors = lead.numel()
+    run, shares = _schedule(factors, m, shape.rows)
     out = torch.empty_like(t)
     left, right = (c.contiguous() if isinstance(c, Tensor) else t for c in (c_a, c_t))
     shared = (c.shape[:-2].numel() if isinstance(c, Tensor) else factors for c in (c_a, c_t))
     repeat_a, repeat_t = (factors // count for count in shared)
-    _combine_kernel[(size // cols, factors, shares)](
+    _combine_kernel[(size // shape.columns, factors, shares)](
         t if a is None else a.contiguous(), left, t, right,
         t if plus is None else plus[0].contiguous(), t if alive is None else alive, out,
         m, r, run, repeat_a, repeat_t, 1 if alive is None else factors // alive.numel(),
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
-        R=size, ROWS=rows, COLS=cols, HAS_A=a is not None, ADD_A=add_a,
+        R=size, ROWS=shape.rows, COLS=shape.columns, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
-        PRECISION=PRECISION, num_warps=4, num_stages=2,
+        PRECISION=PRECISION, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out

@@ -37,7 +37,7 @@ class OptimizerConfig:
     head's rank that Dion's updates have. ``lr`` is that of query·key products; value·output ones go
     by ``vo_rate`` times it, and of these the output weights by ``output_rate`` times that, which
     with a geometry wants "whitened" steps. For geometries: ``momentum_form``, ``nesterov``,
-    ``bias_correction``, ``second_moment``, ``normalize`` ("metric", "spectral", "none",
+    ``bias_correction``, ``second_moment``, ``growth``, ``normalize`` ("metric", "spectral", "none",
     "whitened" or "schatten-p"), ``retraction``, empty for the geometry's own, ``product_decay`` and
     ``decay_to``, the weight decay of products, and ``scale_lr``, if not 0, the rate of a learned
     scale of isometries at the full ``lr``. ``masters`` keeps float32 copies of bfloat16 weights
@@ -52,6 +52,7 @@ class OptimizerConfig:
     nesterov: bool = False
     bias_correction: bool = False
     second_moment: float = 0.0
+    growth: float = 0.0
     normalize: str = "metric"
     norm_floor: float = 2.0**-23
     retraction: str = ""

@@ -134,6 +134,7 @@ class Riemannian:
             nesterov=config.nesterov,
             bias_correction=config.bias_correction,
             second_moment=config.second_moment,
+            growth=config.growth,
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
