@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from rankfold import linalg, polar, tall
+from rankfold.geometries.stiefel import moved_spread
+from rankfold.geometries.terms import LONGEST_CAPTURED
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -63,6 +65,33 @@ def test_polar_of_a_bounded_step(dtype: torch.dtype, reach: float) -> None:
     assert (result - svd_polar(x)).abs().max() < 20 * eps
     gram = result.double().mT @ result.double() - torch.eye(5)
     assert torch.linalg.matrix_norm(gram, ord=2).max() < 10 * eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reach", [0.03, 0.25, 0.3, LONGEST_CAPTURED])
+@pytest.mark.parametrize("towards", ["anywhere", "ends"])
+def test_polar_of_any_step_of_a_graph_takes_one_pass(
+    dtype: torch.dtype, reach: float, towards: str
+) -> None:
+    """Up to the longest, in directions that are not tangent, or along the columns themselves."""
+    spread = moved_spread(reach)
+    assert polar.is_small(spread)
+    u = torch.linalg.qr(randn(4, 30, 5, seed=1)).Q
+    xi = randn(4, 30, 5, seed=2)
+    if towards == "ends":
+        xi = u * torch.tensor([-1.0, 1, -1, 1, -1])
+    xi = xi * (2**0.5 * reach) / torch.linalg.matrix_norm(xi, ord=2)[:, None, None]
+    x = (u + xi).to(dtype)
+    result = x @ polar.polar_scaling(x.mT @ x, spread)
+    eps = torch.finfo(dtype).eps
+    assert (result - svd_polar(x)).abs().max() < 20 * eps
+    gram = result.double().mT @ result.double() - torch.eye(5)
+    assert torch.linalg.matrix_norm(gram, ord=2).max() < 10 * eps
+
+
+@pytest.mark.parametrize("reach", [0.7, 0.71, 1.0, 10.0, 1000.0])
+def test_a_step_that_can_lose_rank_takes_two(reach: float) -> None:
+    assert not polar.is_small(moved_spread(reach))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -386,7 +386,7 @@ def moved_spread(reach: float | None) -> Spread | None:
     What is left of a gradient that is all but normal is rounding, and not tangent, but is scaled
     to a full step like any other.
     """
-    if reach is None:
+    if reach is None or 2**0.5 * reach >= 1:  # where the lower end is 0
         return None
     centre, width = 1 + 2 * reach**2, 2 * 2**0.5 * reach + _MARGIN
     # Steps are short but in a graph, which must serve the longest one; then 1 is centre enough.
