@@ -114,6 +114,34 @@ def test_large_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {"_sums_kernel", "_combine_kernel", "_square_kernel"} <= compiled.names
 
 
+TALL = {"_sums_kernel", "_combine_kernel", "_square_kernel", "_step_kernel", "_restore_kernel"}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_both_sides_go_in_one_launch(
+    name: str, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every product over rows in a step, where sides were gathered behind each other."""
+    launched: list[tuple[str, tuple[int, ...]]] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        launched.append((self.__name__, grid))
+
+    monkeypatch.setattr(runtime.JITFunction, "run", run)
+    monkeypatch.setattr(tall, "can_ask", lambda x: False)
+    monkeypatch.setattr(kernels, "serve", lambda *x: x[0].dtype == torch.float32)
+    monkeypatch.setattr(kernels, "serve_small", lambda *x: kernels.serve(*x))
+    assert kernels._importable()
+    geometry = geometry_for(name, 1, 1)
+    point, grad, held = (Pair(*torch.randn(2, 5, 1, 48, 16)) for _ in range(3))
+    told = options(geometry.retractions[0], 0.05, momentum=momentum)
+    geometry.step(point, grad, held if momentum else None, told)
+    over_rows = [grid for kernel, grid in launched if kernel in TALL]
+    assert len(over_rows) >= 4
+    assert all(10 in grid for grid in over_rows), over_rows
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
     table = kernels.moving.Table(torch.zeros(4, 3, dtype=torch.int64), dtype, 128, 64, True)

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from .base import Pair
-from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
+from .stiefel import (
+    Correction,
+    StiefelFrame,
+    StiefelGeometry,
+    StiefelTangent,
+    by_partners,
+    weighted_square,
+)
 
 
 class IsometryQuotient(StiefelGeometry):
@@ -25,12 +32,10 @@ class IsometryQuotient(StiefelGeometry):
 
     def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
         # In this metric G_Ui/J is projected as momentum is, so that one projection serves both.
-        counts = (frame.j, frame.i)
-        mixed = (
-            torch.lerp(m, g if count == 1 else g / count, 1 - nu)
-            for g, m, count in zip(grad, momentum, counts, strict=True)
-        )
-        return self.arrive(frame, Pair(*mixed))
+        def mixed(partners: int, g: Tensor, m: Tensor) -> Tensor:
+            return torch.lerp(m, g if partners == 1 else g / partners, 1 - nu)
+
+        return self.arrive(frame, by_partners(frame, mixed, grad, momentum))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return torch.sqrt(weighted_square(frame, coords))

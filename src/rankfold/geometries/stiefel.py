@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -288,11 +288,15 @@ def _subtract(
     def subtract(partners: int, g: Tensor, u: Tensor, c: Tensor, *m: Tensor) -> Tensor:
         return tall.subtract(g, u, c, weight / partners, Plus(m[0], nu) if m else None)
 
-    pairs = grad, frame.point, kappa, *further
+    return by_partners(frame, subtract, grad, frame.point, kappa, *further)
+
+
+def by_partners(frame: StiefelFrame, function: Callable[..., Tensor], *pairs: Pair) -> Pair:
+    """``function`` of how many blocks a factor is in, and of each side of ``pairs``."""
     if frame.i == frame.j:
-        return Pair(*both(partial(subtract, frame.i), *pairs))
+        return Pair(*both(partial(function, frame.i), *pairs))
     lefts, rights = zip(*pairs, strict=True)
-    return Pair(subtract(frame.j, *lefts), subtract(frame.i, *rights))
+    return Pair(function(frame.j, *lefts), function(frame.i, *rights))
 
 
 def _within(norms: Sequence[Tensor], largest: float) -> Tensor:

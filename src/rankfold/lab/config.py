@@ -21,7 +21,7 @@ OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
 NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
 _NOT_BELOW_ZERO = {
-    "optimizer": ("lr", "other_lr", "weight_decay"),
+    "optimizer": ("lr", "other_lr", "weight_decay", "growth"),
     "training": ("warmup", "clip", "diagnostics_every"),
 }
 
