@@ -159,6 +159,7 @@ def test_options_of_geometries_reach_their_optimizer(corpus: Path) -> None:
         optimizer__name="fixed-quotient",
         optimizer__momentum=0.5,
         optimizer__momentum_form="heavy-ball",
+        optimizer__growth=0.5,
         optimizer__product_decay=0.5,
         optimizer__decay_to=2.0,
     )
@@ -166,7 +167,7 @@ def test_options_of_geometries_reach_their_optimizer(corpus: Path) -> None:
     assert isinstance(attention, Riemannian)
     (group,) = attention.inner.param_groups
     assert (group["weight_decay"], group["decay_to"], group["scale_lr"]) == (0.5, 2.0, None)
-    assert group["momentum_form"] == "heavy-ball"
+    assert (group["momentum_form"], group["growth"]) == ("heavy-ball", 0.5)
 
 
 # Runs --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ tens to hundreds of times dearer than the products it can be replaced by.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -173,6 +174,11 @@ def squared_norm(x: Tensor, dims: int) -> Tensor:
 def frobenius(x: Tensor) -> Tensor:
     """Frobenius norm of each ``(..., rows, columns)``."""
     return squared_norm(x, 2).sqrt()
+
+
+def typical_value(x: Tensor) -> Tensor:
+    """Root mean square of the singular values of each ``(..., r, r)``."""
+    return frobenius(x) / math.sqrt(x.shape[-1])
 
 
 def least_norm(dtype: torch.dtype) -> float:

@@ -73,9 +73,9 @@ class Geometry(ABC):
         """Members (batch,) whose Gram matrices had to be lifted to factor, if that can happen."""
         return None
 
-    def core(self, frame: Any) -> Tensor:
-        """(batch, r, r) with the singular values of the (stacked) product, of a fixed rank."""
-        raise NotImplementedError(f"singular values of {self.name} are all one")
+    def core(self, frame: Any) -> Tensor | None:
+        """(batch, r, r) with the singular values of the (stacked) product, unless all are one."""
+        return None
 
     @abstractmethod
     def gradient(self, frame: Any, grad: Pair, repair: str = "average") -> Pair:

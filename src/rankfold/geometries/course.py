@@ -85,9 +85,10 @@ def plot(
 
 def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
     """Root mean square of the singular values of a member's products, (batch,)."""
-    core, (left, right) = geometry.core(frame), factors
-    count = core.shape[-1] * left.shape[1] * right.shape[1]
-    return linalg.frobenius(core) / math.sqrt(count)
+    core = geometry.core(frame)
+    assert core is not None  # checks.check_options
+    products = factors.left.shape[1] * factors.right.shape[1]
+    return linalg.typical_value(core) / math.sqrt(products)
 
 
 def _smoothing(given: _Given) -> Course:

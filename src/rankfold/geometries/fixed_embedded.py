@@ -138,7 +138,7 @@ class FixedEmbedded(EmbeddedGeometry):
         g = tall.per_member(scale, coords.k)
         r_a, r_b = frame.left.triangle, frame.right.triangle
         eye = linalg.identity_like(r_a)
-        old = r_a @ r_b.mT
+        old = self.core(frame)
         core = old + g * coords.k
         decayed = decay.core_change(old, options) if options.weight_decay else None
         if decayed is not None:
@@ -238,8 +238,7 @@ def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:
 
 def _raise(core: Tensor, floor: float) -> Tensor:
     """What lifts the singular values of ``core`` (batch, r, r) above a share of their RMS."""
-    typical = linalg.frobenius(core) / core.shape[-1] ** 0.5
-    return core @ polar.raise_small_values(core, floor * typical)
+    return core @ polar.raise_small_values(core, floor * linalg.typical_value(core))
 
 
 def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from ..together import both
 from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 from .stiefel import (
+    MARGIN,
     Correction,
     StiefelFrame,
     StiefelGeometry,
@@ -234,4 +235,4 @@ def _gram_spread(reach: float | None) -> Spread | None:
     For a step of length t the inverses of I + γK have norm at most 1, and both matrices stay
     within 3t² of I up to t = ½, where the iteration still has room to spare.
     """
-    return None if reach is None or reach > 0.5 else Spread(3 * reach**2 + 0.05)
+    return None if reach is None or reach > 0.5 else Spread(3 * reach**2 + MARGIN)

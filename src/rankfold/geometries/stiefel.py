@@ -32,7 +32,7 @@ from ..together import both
 from .base import Geometry, Landing, Pair, Sides, StepOptions
 
 # In eigenvalues, for factors that were reloaded from bfloat16 and are orthonormal to that alone.
-_MARGIN = 0.05
+MARGIN = 0.05
 
 
 class StiefelFrame(NamedTuple):
@@ -381,7 +381,7 @@ def gram_spread(reach: float | None) -> Spread | None:
 
     No metric here lets a factor move by more than √2 of the step's length.
     """
-    return None if reach is None else Spread(2 * reach**2 + _MARGIN)
+    return None if reach is None else Spread(2 * reach**2 + MARGIN)
 
 
 def moved_spread(reach: float | None) -> Spread | None:
@@ -392,7 +392,7 @@ def moved_spread(reach: float | None) -> Spread | None:
     """
     if reach is None or 2**0.5 * reach >= 1:  # where the lower end is 0
         return None
-    centre, width = 1 + 2 * reach**2, 2 * 2**0.5 * reach + _MARGIN
-    # Steps are short but in a graph, which must serve the longest one; then 1 is centre enough.
+    centre, width = 1 + 2 * reach**2, 2 * 2**0.5 * reach + MARGIN
+    # For short steps 1 is centre enough; a graph has to serve the longest.
     around_one = width + centre - 1
     return Spread(around_one) if around_one < 0.9 else Spread(width / centre, centre)
