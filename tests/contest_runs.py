@@ -32,8 +32,10 @@ def contest(**changed: Any) -> Contest:
 
 
 def method_of(config: RunConfig) -> str:
-    names = [config.optimizer.name, f"{config.optimizer.name}-{config.optimizer.normalize}"]
-    return next(n for n in reversed(names) if n in METHODS)
+    """The most particular one whose options the run has."""
+    told = {f"optimizer.{name}": value for name, value in config.as_dict()["optimizer"].items()}
+    of = [name for name, method in METHODS.items() if method.options.items() <= told.items()]
+    return max(of, key=lambda name: len(METHODS[name].options))
 
 
 class Lab:

@@ -155,8 +155,9 @@ def test_longer_horizons_begin_at_the_shorter_ones_best(tmp_path: Path) -> None:
         ]
         tuning, finals = runs[: -held.seeds], runs[-held.seeds :]
         places = [math.log2(c.optimizer.lr) - CENTRES[name] for c in tuning]
-        assert places == [-1, 0, -2, -3]
-        assert {(c.training.seed, c.optimizer.momentum) for c in tuning} == {(100, 0.95)}
+        assert places == [-1, 0, -2, -3, -2, -2, -2]
+        assert [c.optimizer.momentum for c in tuning] == [0.95] * 4 + [0.6, 0.8, 0.9]
+        assert {c.training.seed for c in tuning} == {100}
         assert {math.log2(c.optimizer.lr) - CENTRES[name] for c in finals} == {-2}
     steps = [c.training.steps for c in lab.made]
     assert steps == sorted(steps)
@@ -165,6 +166,16 @@ def test_longer_horizons_begin_at_the_shorter_ones_best(tmp_path: Path) -> None:
     run_contest(contest(steps=(400,), models=("gqa", "rope")), tmp_path, again.make)
     assert again.made == []
     assert contest(steps=(400,)).shortest == 40
+
+
+def test_longer_horizons_have_a_momentum_of_their_own(tmp_path: Path) -> None:
+    def loss(config: RunConfig) -> float:
+        return bowl(CENTRES, momentum=0.6 if config.training.steps == 40 else 0.9)(config)
+
+    held = contest(steps=(40, 400), methods=("muon",))
+    run_contest(held, tmp_path, Lab(tmp_path, loss).make)
+    chosen = [held.tuning(c, METHODS["muon"], Losses(tmp_path))[1] for c in held.cells()]
+    assert [c.setting.momentum for c in chosen if c is not None] == [0.6, 0.9]
 
 
 def test_an_end_of_the_short_tuning_is_remembered_at_longer_horizons(tmp_path: Path) -> None:

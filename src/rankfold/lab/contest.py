@@ -9,7 +9,7 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
    of value weights. Where the best rate is the first or the last of its line, the line grows by one
    rate at that end, until it is neither.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
-   rule. All else stays.
+   rule; then the momentum. All else stays.
 3. The best setting is run on the seeds from 0 on.
 
 What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on
@@ -70,6 +70,12 @@ def _whitened(geometry: str) -> Method:
     return Method(geometry, "ours", options, {"paper": -7, "tiny": -5})
 
 
+def _growing(method: Method) -> Method:
+    """With steps that grow with the root of a product's size, as Muon's on factors do."""
+    options = {**method.options, "optimizer.growth": 0.5}
+    return replace(method, name=f"{method.name}-growing", options=options)
+
+
 def _metric(geometry: str) -> Method:
     options = {"optimizer.name": geometry, "optimizer.normalize": "metric"}
     return Method(f"{geometry}-metric", "reference", options, {"paper": -6, "tiny": -4})
@@ -82,6 +88,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         for method in (
             _rival("muon", "muon", paper=-8, tiny=-5),
             _whitened("fixed-quotient"),
+            _growing(_whitened("fixed-quotient")),
             _rival("adamw", "adamw", paper=-13, tiny=-8),
             _rival("whitened", "pair", paper=-7, tiny=-5),
             _rival("dion", "muon", paper=-8, tiny=-5),
