@@ -205,5 +205,8 @@ def step_direction(
     found = geometry.direction(frame, coords, told)
     if hasattr(geometry, "matrix"):
         return point, geometry.matrix(found)
-    tangent = Pair(found.left.xi, found.right.xi) if case.geometry.isometry else found.vector
+    if case.geometry.isometry:
+        tangent = Pair(found.left.xi, found.right.xi)
+    else:
+        tangent = geometry.vector(frame, found)
     return tangent, dense(geometry, point, tangent)

@@ -135,8 +135,8 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
                 "training.validation_batches": 4,
                 "training.compile": True,
                 "training.graph": True,
-                # A checkpoint is written for seconds, and a short run takes six.
-                "training.checkpoint_every": 2500,
+                # A checkpoint is written for two seconds, and a long run takes fifty.
+                "training.checkpoint_every": 5000,
             },
             methods=tuple(METHODS),
             models=tuple(MODELS),
