@@ -390,3 +390,24 @@ def test_missing_gradient_of_a_bias() -> None:
     words = saying("grid 'qk'", "none for bias of right[0]", "(4,)")
     with unchanged([q, k, bias], optimizer), pytest.raises(RuntimeError, match=words):
         optimizer.step()
+
+
+def test_sharded_parameters_are_refused() -> None:
+    class Sharded(nn.Parameter):
+        placements = ("Shard(0)",)
+
+    left, right = Sharded(torch.randn(6, 2)), nn.Parameter(torch.randn(5, 2))
+    with pytest.raises(ValueError, match=r"is sharded .*a step needs whole factors"):
+        RiemannianSGD(Grid(left, right), 0.1, geometry="fixed-quotient")
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_the_default_device_is_nobodys(geometry: str) -> None:
+    left, right = (nn.Parameter(torch.linalg.qr(torch.randn(n, 2)).Q) for n in (6, 5))
+    optimizer = RiemannianSGD(Grid(left, right), 0.01, geometry=geometry)
+    for _ in range(2):
+        (left @ right.mT).sum().backward()
+        with torch.device("meta"):
+            optimizer.step()
+    assert left.device.type == "cpu"
+    assert not optimizer.counts()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import rankfold
 from rankfold.cli import app
 from rankfold.lab import records
 from rankfold.lab.commands import COMMANDS, _sweep_file
@@ -192,6 +193,10 @@ def test_every_command_has_help_with_examples(command: Command) -> None:
         for example in examples:
             assert example in shown.output
     assert "--install-completion" in command("--help").output
+
+
+def test_the_version_is_told(command: Command) -> None:
+    assert command("--version").output == f"rankfold {rankfold.__version__}\n"
 
 
 def test_train_inspect_report(command: Command, corpus: Path, tmp_path: Path) -> None:

@@ -80,3 +80,11 @@ def test_without_grids_there_is_nothing_to_optimize() -> None:
         rankfold.recommended([])
     with pytest.raises(ValueError, match="no grids to optimize"):
         rankfold.build_optimizer(nn.TransformerEncoderLayer(16, 2), grids=[])
+
+
+def test_without_momentum_there_is_nothing_to_look_ahead_along() -> None:
+    model = nn.MultiheadAttention(12, 3)
+    group = rankfold.recommended(model, momentum=0.0).param_groups[0]
+    assert (group["momentum"], group["nesterov"]) == (0, False)
+    with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
+        rankfold.recommended(model, momentum=0.0, nesterov=True)

@@ -35,7 +35,7 @@ def told(**changed: Any) -> StepOptions:
 
 def made(case: Case, point: Pair, grad: Pair, **changed: Any) -> tuple[WeighedTangent, Pair]:
     """The slope of a step, and its vector."""
-    frame = case.geometry.frame(point)
+    frame = case.geometry.frame(point, changed.get("damping", 0.0))
     slope = case.geometry.slope(frame, grad, told(**changed))
     return slope, case.geometry.vector(frame, slope)
 

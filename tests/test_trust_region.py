@@ -172,3 +172,23 @@ def test_one_member_is_cut_and_the_others_are_not(geometry: str) -> None:
     others = [0, 1, 3]
     assert same_bits(*([x[others] for x in end] for end in ends))
     assert stacked(ends[0][0][None]).norm() > 3 * stacked(ends[1][0][None]).norm()
+
+
+@pytest.mark.parametrize("geometry", ["fixed-quotient", "fixed-embedded"])
+def test_damped_factors_leave_zero(geometry: str) -> None:
+    """Of B = 0 no step keeps the rank, but one that is damped has a length all the same."""
+    generator = torch.Generator().manual_seed(0)
+    a = nn.Parameter(torch.randn(8, 2, generator=generator))
+    b = nn.Parameter(torch.zeros(6, 2))
+    target = torch.randn(8, 6, generator=generator)
+    grid = Grid(a, b)
+    optimizer = RiemannianSGD(grid, 0.1, geometry=geometry, damping=1e-3, trust_region=0.5)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (a @ b.mT - target).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert not any("skipped" in events for events in optimizer.counts().values())
+    assert losses[-1] < 0.9 * losses[0]

@@ -210,6 +210,11 @@ def check_grid(name: str, grid: Grid, options: Mapping[str, Any], taken: set[int
                     f"{where} is frozen; a product can only be optimized with both its factors "
                     "trainable (requires_grad=True)"
                 )
+            if hasattr(param, "placements"):  # a DTensor, whose class takes long to import
+                raise ValueError(
+                    f"{where} is sharded (DTensor), and a step needs whole factors; shard other "
+                    "parameters alone, or replicate with DistributedDataParallel"
+                )
             if not param.is_leaf:
                 raise ValueError(f"{where} is not a leaf; pass the parameter itself")
             if id(param) in taken:

@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
         "the rankfold command needs typer and rich: pip install 'rankfold[bench]'"
     ) from error
 
+from . import __version__
 from .bench import MOMENTA, PRESETS, Case, check_modes, default_modes, stacked_case
 from .bench import command as bench_command
 from .devices import device_named
@@ -26,8 +27,18 @@ for _command, _examples in COMMANDS.items():
     app.command(epilog="\b\nExamples:\n" + "\n".join(f"  {line}" for line in _examples))(_command)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rankfold {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _rankfold() -> None:
+def _rankfold(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
     """Riemannian optimization of rank-factored parameters W = A Bᵀ."""
 
 

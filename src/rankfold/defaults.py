@@ -44,7 +44,8 @@ def recommended(
         vo_rate: what the `Grid.rate` of value·output products is multiplied by, unless their group
             has an ``lr`` of its own. These are known by their names, as `attention_grids` gives
             them: ``"….vo"``.
-        overrides: options of `RiemannianSGD`, in place of those recommended.
+        overrides: options of `RiemannianSGD`, in place of those recommended. Without a momentum
+            there is no nesterov either.
 
     The choice is fixed-quotient geometry, normalize "whitened", momentum 0.8 and nesterov. It is
     provisional: from the contest's tuning on one seed. Parameters outside of the products need an
@@ -53,6 +54,8 @@ def recommended(
     if isinstance(model_or_grids, nn.Module):
         model_or_grids = attention_grids(model_or_grids)
     options = {**RECOMMENDED, **overrides}
+    if not options["momentum"]:  # there is nothing to look ahead along
+        options["nesterov"] = overrides.get("nesterov", False)
     if lr is not None:
         options["lr"] = lr
     groups = [{**group, "grids": as_grid_list(group)} for group in as_groups(model_or_grids)]

@@ -57,11 +57,12 @@ def name_grids(grids: Sequence[Grid], taken: Sequence[str]) -> list[str]:
     """Names as given, or the next free ``grid<k>``; no name twice."""
     used = set(taken)
     given = {grid.name for grid in grids}
+    free = (new for new in map("grid{}".format, count()) if new not in used and new not in given)
     names: list[str] = []
     for grid in grids:
         name = grid.name
         if name is None:
-            name = next(free for k in count() if (free := f"grid{k}") not in used | given)
+            name = next(free)
         elif name in used:
             raise ValueError(
                 f"two grids are named {name!r}: either one is given twice, or they need names that "

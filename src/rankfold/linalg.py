@@ -79,7 +79,7 @@ def square_unless_rounding(error: Tensor, size: Tensor) -> Tensor:
     """
     rounding = size < torch.finfo(error.dtype).eps
     if rounding.all():
-        return torch.zeros((), dtype=error.dtype)
+        return error.new_zeros(())
     return torch.where(rounding[..., None, None], 0, error @ error)
 
 

@@ -60,10 +60,10 @@ def full_rank_start_(
     started = {}
     for name, layer in layers:
         down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
         with torch.no_grad():
             for weight in (down, up):
-                drawn = torch.empty(weight.shape)
+                drawn = torch.empty(weight.shape, device="cpu")
                 nn.init.orthogonal_(drawn, math.sqrt(size), generator=generator)
                 weight.copy_(drawn)
         started[name] = _Start(layer, down.detach().clone(), up.detach().clone())

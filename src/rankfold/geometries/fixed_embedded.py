@@ -25,11 +25,12 @@ from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squar
 
 
 class PairFrame(NamedTuple):
-    """The point and the orthonormal frames of its stacked factors."""
+    """The point and the orthonormal frames of its stacked factors, with their ``damping``."""
 
     point: Pair
     left: Frame
     right: Frame
+    damping: float
 
 
 class FixedEmbedded(EmbeddedGeometry):
@@ -40,7 +41,7 @@ class FixedEmbedded(EmbeddedGeometry):
     retractions = ("svd", "orthographic")
 
     def frame(self, point: Pair, damping: float = 0.0) -> PairFrame:
-        return PairFrame(point, *linalg.orthonormal_frames(*_flat(point), damping))
+        return PairFrame(point, *linalg.orthonormal_frames(*_flat(point), damping), damping)
 
     def lifted(self, frame: PairFrame) -> Tensor:
         return frame.left.lifted | frame.right.lifted
@@ -124,7 +125,7 @@ class FixedEmbedded(EmbeddedGeometry):
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:
         # ‖Ξ‖₂ < sS/(s + S), with s the smallest σ_r of a block and S that of the stacked matrix.
-        left, right = (linalg.cholesky(tall.gram(x)).inverse for x in frame.point)
+        left, right = (linalg.cholesky(tall.gram(x), frame.damping).inverse for x in frame.point)
         blocks = linalg.norm_bound(right[:, None] @ left[:, :, None].mT)
         whole = linalg.norm_bound(frame.right.inverse.mT @ frame.left.inverse)
         return 1 / (blocks.amax((1, 2)) + whole) / self.spectral_norm(frame, coords)

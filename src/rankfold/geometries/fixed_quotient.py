@@ -30,11 +30,15 @@ from .base import Geometry, Landing, Pair, Sides, StepOptions, flatten_blocks
 
 
 class GramFrame(NamedTuple):
-    """The stacked factors (batch, I·m, r) and (batch, J·n, r), and the factored AᵀA and BᵀB."""
+    """The stacked factors (batch, I·m, r) and (batch, J·n, r), and the factored AᵀA and BᵀB.
+
+    ``damping`` is in these.
+    """
 
     point: Pair
     left: Cholesky
     right: Cholesky
+    damping: float
 
 
 class Lift(NamedTuple):
@@ -68,7 +72,7 @@ class FixedQuotient(Geometry):
     def frame(self, point: Pair, damping: float = 0.0) -> GramFrame:
         a, b = flatten_blocks(point.left), flatten_blocks(point.right)
         grams = both(tall.gram, (a, b))
-        return GramFrame(Pair(a, b), *linalg.cholesky_pair(*grams, damping))
+        return GramFrame(Pair(a, b), *linalg.cholesky_pair(*grams, damping), damping)
 
     def lifted(self, frame: GramFrame) -> Tensor:
         return frame.left.lifted | frame.right.lifted
@@ -123,7 +127,7 @@ class FixedQuotient(Geometry):
         return WeighedTangent(tangent, None, *squares)
 
     def slope(self, frame: GramFrame, grad: Pair, options: StepOptions) -> WeighedTangent:
-        if options.damping or options.gradient_repair == "none":
+        if frame.damping or options.gradient_repair == "none":
             return self.coordinates(frame, self.gradient(frame, grad, options.gradient_repair))
         # All but Λ follows from G_A L_B⁻ᵀ = Ξ_A L_B before the projection. Its part along A, seen
         # in the orthonormal U = A L_A⁻ᵀ, loses N = L_Aᵀ Λ L_B, which is rounding unless gradients
@@ -231,7 +235,7 @@ class FixedQuotient(Geometry):
         sizes = []
         for stacked, xi in zip(frame.point, self.vector(frame, coords), strict=True):
             blocks = stacked.view_as(xi)
-            lower = linalg.cholesky(tall.gram(blocks)).inverse
+            lower = linalg.cholesky(tall.gram(blocks), frame.damping).inverse
             sizes.append(linalg.norm_bound(lower.mT @ (lower @ tall.overlap(blocks, xi))).amax(1))
         return 1 / torch.maximum(*sizes)
 
