@@ -205,8 +205,5 @@ def step_direction(
     found = geometry.direction(frame, coords, told)
     if hasattr(geometry, "matrix"):
         return point, geometry.matrix(found)
-    if case.geometry.isometry:
-        tangent = Pair(found.left.xi, found.right.xi)
-    else:
-        tangent = geometry.vector(frame, found)
+    tangent = Pair(found.left.xi, found.right.xi) if case.geometry.isometry else found.vector
     return tangent, dense(geometry, point, tangent)

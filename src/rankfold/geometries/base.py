@@ -101,10 +101,6 @@ class Geometry(ABC):
     def coordinates(self, frame: Any, tangent: Pair) -> Any:
         """The tangent vector as the norm, the retraction and the transport want it."""
 
-    def slope(self, frame: Any, grad: Pair, options: StepOptions) -> Any:
-        """The gradient as `coordinates` would have it, for steps that want no vector of it."""
-        return self.coordinates(frame, self.gradient(frame, grad, options.gradient_repair))
-
     @abstractmethod
     def metric_norm(self, frame: Any, coords: Any) -> Tensor:
         """Length of a tangent vector in the metric, (batch,)."""
@@ -196,7 +192,6 @@ class Geometry(ABC):
         kept = None
         if momentum is not None:
             kept = plotted.momentum
-            assert kept is not None
             if plotted.own:
                 kept = self.depart(frame, direction, kept, landing)
             else:

@@ -31,14 +31,13 @@ class Running(NamedTuple):
 class Course(NamedTuple):
     """A step before it is made: ``scale`` (batch,) times ``direction``, in coordinates.
 
-    ``momentum`` is the vector to keep, if one is kept, and ``own`` says whether ``direction`` is
-    this vector.
+    ``momentum`` is the vector to keep, and ``own`` says whether ``direction`` is this vector.
     ``clipped`` (batch,) marks members whose learning rate is longer than can be captured.
     """
 
     direction: Any
     scale: Tensor
-    momentum: Pair | None
+    momentum: Pair
     own: bool
     running: Running | None
     clipped: Tensor | None
@@ -96,13 +95,13 @@ def _smoothing(given: _Given) -> Course:
     """ν times the momentum plus 1 − ν times the gradient."""
     geometry, frame, grad, momentum, running, options, scale = given
     nu, repair = options.momentum, options.gradient_repair
-    tangent, look_ahead = None, momentum is not None and options.nesterov
     if momentum is None:
-        coords = geometry.slope(frame, grad, options)
+        tangent = geometry.gradient(frame, grad, repair)
     else:
         tangent = geometry.mix(frame, grad, momentum, nu, repair)
-        ahead = geometry.mix(frame, grad, tangent, nu, repair) if look_ahead else tangent
-        coords = geometry.coordinates(frame, ahead)
+    look_ahead = momentum is not None and options.nesterov
+    ahead = geometry.mix(frame, grad, tangent, nu, repair) if look_ahead else tangent
+    coords = geometry.coordinates(frame, ahead)
     direction = geometry.direction(frame, coords, options)
     weight = running.weight if running is not None and options.bias_correction else None
     if weight is not None and look_ahead:
@@ -113,14 +112,14 @@ def _smoothing(given: _Given) -> Course:
         scale = scale / weight
     if options.second_moment:
         if momentum is not None:
-            coords = geometry.slope(frame, grad, options)
+            coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
         norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
         scale = scale / norm.clamp_min(options.norm_floor)
     elif options.normalize is not None:
         norm = _norm(geometry, frame, coords, options)
         norm = norm if weight is None else norm / weight
         scale = scale / norm.clamp_min(options.norm_floor)
-    return Course(direction, scale, tangent, not look_ahead, running, None)
+    return Course(direction, scale, tangent, ahead is tangent, running, None)
 
 
 def _heavy_ball(given: _Given) -> Course:

@@ -41,23 +41,10 @@ class GramFrame(NamedTuple):
     damping: float
 
 
-class Lift(NamedTuple):
-    """C_A, C_B and Λ (batch, r, r) of a vector (T_A C_A − A Λ, T_B C_B + B Λᵀ)."""
-
-    left: Tensor
-    right: Tensor
-    shift: Tensor
-
-
 class WeighedTangent(NamedTuple):
-    """A tangent vector, with ‖Ξ_A L_B‖² and ‖Ξ_B L_A‖² (batch,), whose sum is its square norm.
+    """A tangent vector, with ‖Ξ_A L_B‖² and ‖Ξ_B L_A‖² (batch,), whose sum is its square norm."""
 
-    ``rows`` are the vector, (batch, I, m, r) and (batch, J, n, r), or the T of a ``lift`` that
-    would make it of them.
-    """
-
-    rows: Pair
-    lift: Lift | None
+    vector: Pair
     left: Tensor
     right: Tensor
 
@@ -124,49 +111,19 @@ class FixedQuotient(Geometry):
         # would cancel, and lose the square of their conditioning.
         flat = Pair(*map(flatten_blocks, tangent))
         squares = both(tall.turned_square, flat, (frame.right.lower, frame.left.lower))
-        return WeighedTangent(tangent, None, *squares)
-
-    def slope(self, frame: GramFrame, grad: Pair, options: StepOptions) -> WeighedTangent:
-        if frame.damping or options.gradient_repair == "none":
-            return self.coordinates(frame, self.gradient(frame, grad, options.gradient_repair))
-        # All but Λ follows from G_A L_B⁻ᵀ = Ξ_A L_B before the projection. Its part along A, seen
-        # in the orthonormal U = A L_A⁻ᵀ, loses N = L_Aᵀ Λ L_B, which is rounding unless gradients
-        # are inconsistent: so norms come without a difference of large numbers.
-        flat = Pair(*map(flatten_blocks, grad))
-        left, right = frame.left.inverse, frame.right.inverse
-        squares = both(tall.turned_square, flat, (right.mT, left.mT))
-
-        def along(inverse: Tensor, overlap: Tensor, other: Tensor) -> Tensor:
-            return inverse @ overlap @ other.mT
-
-        overlaps = both(tall.overlap, frame.point, flat)
-        along_u, along_v = both(along, (left, right), overlaps, (right, left))
-        lost = (along_u - along_v.mT) / 2
-        change = linalg.squared_norm(lost, 2)
-        inverses = both(lambda inverse: inverse.mT @ inverse, (right, left))
-        return WeighedTangent(
-            grad,
-            Lift(*inverses, left.mT @ lost @ right),
-            (squares[0] + change - 2 * (along_u * lost).sum((-2, -1))).clamp_min(0),
-            (squares[1] + change + 2 * (along_v.mT * lost).sum((-2, -1))).clamp_min(0),
-        )
+        return WeighedTangent(tangent, *squares)
 
     def vector(self, frame: GramFrame, coords: WeighedTangent) -> Pair:
-        if coords.lift is None:
-            return coords.rows
-        to_a, to_b, shift = coords.lift
-        flat = Pair(*map(flatten_blocks, coords.rows))
-        made = both(tall.combine, frame.point, (-shift, shift.mT), flat, (to_a, to_b))
-        return Pair(*(x.view_as(t) for x, t in zip(made, coords.rows, strict=True)))
+        return coords.vector
 
     def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         return torch.sqrt(coords.left + coords.right)
 
     def spectral_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # Ξ = C Vᵀ + U Dᵀ in the orthonormal frames U = A L_A⁻ᵀ, V = B L_B⁻ᵀ.
-        (a, b), (xi_a, xi_b) = frame.point, map(flatten_blocks, self.vector(frame, coords))
-        left = tall.turned_grams(a, xi_a, frame.right.lower)
-        right = tall.turned_grams(b, xi_b, frame.left.lower)
+        a, b = frame.point
+        left = tall.turned_grams(a, flatten_blocks(coords.vector.left), frame.right.lower)
+        right = tall.turned_grams(b, flatten_blocks(coords.vector.right), frame.left.lower)
         uc, vd = frame.left.inverse @ left.cross, frame.right.inverse @ right.cross
         return linalg.spectral_norm(left.square, uc, right.square, vd, 1, 1)
 
@@ -175,28 +132,27 @@ class FixedQuotient(Geometry):
     ) -> WeighedTangent:
         # The loss does not change along the gauge, so the steepest of all lifts is a lift of the
         # steepest vector downstairs, and each side finds its own.
-        vector = self.vector(frame, coords)
-        whole = Pair(*(flatten_blocks(x)[:, None] for x in vector))
+        whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
         if p == math.inf:
-            return self._whitened(frame, vector, whole, (1, 1), floor, None)
+            return self._whitened(frame, coords, whole, (1, 1), floor, None)
         grams = [tall.turned_gram(x, c.lower[:, None]) for x, c in _partnered(frame, whole)]
         found = schatten.directions(grams, p, floor)
         squares = (
             linalg.squared_norm_weighted(c, gram) for c, gram in zip(found, grams, strict=True)
         )
-        return self._turned(frame, vector, whole, found, squares)
+        return self._turned(frame, coords, whole, found, squares)
 
     def whitened(
         self, frame: GramFrame, coords: WeighedTangent, floor: float, sides: Sides | None
     ) -> WeighedTangent:
-        vector = self.vector(frame, coords)
-        partners = vector.right.shape[1], vector.left.shape[1]
-        return self._whitened(frame, vector, vector, partners, floor, sides)
+        left, right = coords.vector
+        partners = right.shape[1], left.shape[1]
+        return self._whitened(frame, coords, coords.vector, partners, floor, sides)
 
     def _whitened(
         self,
         frame: GramFrame,
-        vector: Pair,
+        coords: WeighedTangent,
         parts: Pair,
         partners: tuple[int, int],
         floor: float,
@@ -210,12 +166,12 @@ class FixedQuotient(Geometry):
             )
         ]
         turns, squares = zip(*found, strict=True)
-        return self._turned(frame, vector, parts, turns, squares)
+        return self._turned(frame, coords, parts, turns, squares)
 
     def _turned(
         self,
         frame: GramFrame,
-        vector: Pair,
+        coords: WeighedTangent,
         parts: Pair,
         turns: Iterable[Tensor],
         squares: Iterable[Tensor],
@@ -226,55 +182,47 @@ class FixedQuotient(Geometry):
         """
         made = (
             tall.turn(x, partner.lower[:, None] @ c @ partner.inverse[:, None]).view_as(old)
-            for (x, partner), c, old in zip(_partnered(frame, parts), turns, vector, strict=True)
+            for (x, partner), c, old in zip(
+                _partnered(frame, parts), turns, coords.vector, strict=True
+            )
         )
-        return WeighedTangent(Pair(*made), None, *(square.sum(1) for square in squares))
+        return WeighedTangent(Pair(*made), *(square.sum(1) for square in squares))
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
         sizes = []
-        for stacked, xi in zip(frame.point, self.vector(frame, coords), strict=True):
+        for stacked, xi in zip(frame.point, coords.vector, strict=True):
             blocks = stacked.view_as(xi)
             lower = linalg.cholesky(tall.gram(blocks), frame.damping).inverse
             sizes.append(linalg.norm_bound(lower.mT @ (lower @ tall.overlap(blocks, xi))).amax(1))
         return 1 / torch.maximum(*sizes)
 
     def retract(
-        self,
-        frame: GramFrame,
-        coords: WeighedTangent,
-        scale: Tensor,
-        options: StepOptions,
+        self, frame: GramFrame, coords: WeighedTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
         left, right = frame.left, frame.right
         triangles, inverses = (left.lower.mT, right.lower.mT), (left.inverse, right.inverse)
-        turns = decay.turns(left, right, options) if options.weight_decay else None
-        if turns is not None:
-            triangles = triangles[0] @ turns.left, triangles[1] @ turns.right
-            inverses = inverses[0] @ turns.left_inverse, inverses[1] @ turns.right_inverse
-        alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
-        lift = coords.lift
-        if turns is None and lift is None:
-            old = Pair(*(x.view_as(xi) for x, xi in zip(frame.point, coords.rows, strict=True)))
-            new = both(tall.step, old, coords.rows, (scale, scale), (alive, alive))
+        if not options.weight_decay:
+            alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
+            old = Pair(*(x.view_as(xi) for x, xi in zip(frame.point, coords.vector, strict=True)))
+            new = both(tall.step, old, coords.vector, (scale, scale), (alive, alive))
             return Landing(Pair(*new), None, alive, None)
-        # A + A c_A + T c_T, in which decay multiplies A and what it is moved by from the right.
-        eye = linalg.identity_like(left.lower).expand_as(left.lower)
-        to_a, to_b, shift = lift or Lift(eye, eye, torch.zeros_like(eye))
-
-        def scaled(c: Tensor, by: Tensor) -> Tensor:
-            return tall.per_member(by, c) * c
-
-        c_t = both(scaled, (to_a, to_b), (scale, scale))
-        c_a = both(scaled, (-shift, shift.mT), (scale, scale))
-        if turns is not None:
-            back_a, back_b = turns.right_inverse, turns.left_inverse
-            c_t = c_t[0] @ back_a, c_t[1] @ back_b
-            c_a = c_a[0] @ back_a + turns.left - eye, c_a[1] @ back_b + turns.right - eye
-        flat = Pair(*map(flatten_blocks, coords.rows))
-        moved = both(tall.move, frame.point, c_a, flat, c_t, (alive, alive))
-        point = Pair(*(x.view_as(t) for x, t in zip(moved, coords.rows, strict=True)))
-        return Landing(point, turns, alive, None)
+        turns = decay.turns(left, right, options)
+        triangles = triangles[0] @ turns.left, triangles[1] @ turns.right
+        inverses = inverses[0] @ turns.left_inverse, inverses[1] @ turns.right_inverse
+        alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
+        eye, g = linalg.identity_like(left.lower), tall.per_member(scale, left.lower)
+        moved = (
+            tall.move(x, turn - eye, flatten_blocks(xi), g * back, alive).view_as(xi)
+            for x, turn, xi, back in zip(
+                frame.point,
+                (turns.left, turns.right),
+                coords.vector,
+                (turns.right_inverse, turns.left_inverse),
+                strict=True,
+            )
+        )
+        return Landing(Pair(*moved), turns, alive, None)
 
     def depart(
         self, frame: GramFrame, coords: WeighedTangent, tangent: Pair, landing: Landing

@@ -7,7 +7,7 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
    products alone; the momentum; then, as another momentum wants other rates, that of query·key
    products and once more that of value·output ones; and in these that of output weights alone, and
    of value weights. Where the best rate is the first or the last of its line, the line grows by one
-   rate at that end, until it is neither.
+   rate at that end, until it is neither or has grown four times.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
    rule; then the momentum. All else stays.
 3. The best setting is run on the seeds from 0 on.

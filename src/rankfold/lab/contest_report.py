@@ -209,9 +209,10 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         "and once more that of value·output products; and, but for metric steps, that of output "
         "weights alone and that of value weights. Where the best rate is at the end of its "
         f"line, the line grows there, by {MOST_GROWTH} rates at most. That was at "
-        f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate was "
-        f"tuned alone. Centres: {', '.join(centres)}. “Tried” counts the runs of a tuning, "
-        "those of the shortest horizon among them; all are on the page tuning/index.html.",
+        f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate and "
+        f"then the momentum were tuned. Centres: {', '.join(centres)}. “Tried” counts the runs of "
+        "a tuning, those of the shortest horizon among them; all are on the page "
+        "tuning/index.html.",
         "Rates marked * come from a tuning in which the best of a line was its last, so better "
         "ones may lie beyond; a momentum marked * is the first or the last of those tried.",
         "The losses below are of fresh seeds from 0 on. p-values of the tables are of two-sided "
