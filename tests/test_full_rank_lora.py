@@ -226,3 +226,11 @@ def test_the_same_step_as_pefts_own_riemannian_optimizer() -> None:
     for name, p in ours.named_parameters():
         torch.testing.assert_close(p, expected[name], rtol=1e-5, atol=1e-6)
         assert not p.requires_grad or not torch.allclose(p, fresh[name], atol=1e-3)
+
+
+def test_the_default_device_is_not_drawn_on() -> None:
+    model = adapted()
+    with torch.device("meta"):
+        full_rank_start_(model)
+    for grid in grids_of(model):
+        assert all(p.count_nonzero() for p in grid.params())

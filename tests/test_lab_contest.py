@@ -179,7 +179,7 @@ def test_longer_horizons_have_a_momentum_of_their_own(tmp_path: Path) -> None:
 
 
 def test_an_end_of_the_short_tuning_is_remembered_at_longer_horizons(tmp_path: Path) -> None:
-    """Only the common rate is tuned there: what value·output products want was not found."""
+    """No rate is tuned alone there: what value·output products want was not found."""
     lab = Lab(tmp_path, bowl(CENTRES, vo=12))
     held = contest(steps=(40, 400), methods=("muon",))
     run_contest(held, tmp_path, lab.make)
