@@ -143,6 +143,7 @@ DECAY: dict[str, dict[str, Any]] = {
     "decay": {"momentum": 0.9, "weight_decay": 0.5},
     "decay-to": {"momentum": 0.9, "weight_decay": 0.5, "decay_to": 2.0},
     "growth": {"momentum": 0.9, "growth": 0.5},
+    "tilt": {"momentum": 0.9, "normalize": "whitened", "tilt": 0.25, "row_balance": 0.5},
     "decay-in-trust": {"weight_decay": 0.5, "trust_region": 0.05, "momentum": 0.5},
 }
 CASES = [

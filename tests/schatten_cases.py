@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rankfold
-from rankfold.geometries import Pair, Sides
+from rankfold.geometries import Pair
 
 from .points import Case, dense, options, stacked
 
@@ -195,14 +196,14 @@ def gradients(point: Pair, z: Tensor) -> Pair:
 
 
 def step_direction(
-    case: Case, point: Pair, grad: Pair, normalize: str, sides: Sides | None = None
+    case: Case, point: Pair, grad: Pair, normalize: str, **told: Any
 ) -> tuple[Pair, Tensor]:
     """What a step goes along, as rates of both factors, and as a matrix."""
     geometry = case.geometry
-    told = options(geometry.retractions[0], normalize=normalize, sides=sides)
+    chosen = options(geometry.retractions[0], normalize=normalize, **told)
     frame = geometry.frame(point)
     coords = geometry.coordinates(frame, geometry.gradient(frame, grad))
-    found = geometry.direction(frame, coords, told)
+    found = geometry.direction(frame, coords, chosen)
     if hasattr(geometry, "matrix"):
         return point, geometry.matrix(found)
     tangent = Pair(found.left.xi, found.right.xi) if case.geometry.isometry else found.vector

@@ -156,7 +156,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     *(({"lr": lr}, ("lr must be a number", f"got {lr!r}")) for lr in (None, "0.1", [0.1])),
     *(
         ({option: "0.5"}, (f"{option} must be a number, got '0.5'",))
-        for option in ("momentum", "second_moment", "growth", "weight_decay", "decay_to")
+        for option in ("momentum", "second_moment", "growth", "tilt", "weight_decay", "decay_to")
     ),
     *(
         ({option: "0.5"}, (f"{option} must be a number, got '0.5'",))
@@ -200,6 +200,19 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"growth": 0.5, "geometry": "isometry-quotient"}, ("isometry-quotient has no growth",)),
     ({"growth": 0.5, "damping": 0.1}, ("damping", "zero", "growth")),
+    ({"tilt": 0.3, "normalize": "whitened"}, ("tilt must be one of 0, 0.125, 0.25, 0.5, 1",)),
+    *(
+        ({"row_balance": value, "normalize": "whitened"}, ("row_balance must be in [0, 1]",))
+        for value in (-0.5, 1.5, math.nan)
+    ),
+    *(
+        ({option: 0.5, **further}, (option, said))
+        for option in ("tilt", "row_balance")
+        for further, said in (
+            ({}, "needs normalize='whitened'"),
+            ({"normalize": "whitened", "geometry": "isometry-quotient"}, "fixed-rank"),
+        )
+    ),
     ({"weight_decay": -0.1}, ("weight_decay must be finite and not negative", "got -0.1")),
     ({"weight_decay": math.inf}, ("weight_decay must be finite", "got inf")),
     ({"weight_decay": 0.1, "decay_to": -1.0}, ("decay_to must be finite and not negative",)),

@@ -113,6 +113,8 @@ OTHER: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "bias_correction": ("fixed-embedded", True, {"momentum": 0.9}),
     "second_moment": ("fixed-embedded", 0.9, {}),
     "growth": ("fixed-embedded", 0.5, {}),
+    "tilt": ("fixed-embedded", 0.25, {"normalize": "whitened"}),
+    "row_balance": ("fixed-embedded", 0.5, {"normalize": "whitened"}),
     "normalize": ("fixed-embedded", None, {}),
     "weight_decay": ("fixed-embedded", 0.1, {}),
     "decay_to": ("fixed-embedded", 1.0, {"weight_decay": 0.1}),

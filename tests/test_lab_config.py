@@ -57,6 +57,7 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"optimizer.lr": "2^99999"}, "optimizer.lr is a number"),
         ({"optimizer.lr": -1}, "optimizer.lr must be at least 0"),
         ({"optimizer.growth": -1}, "optimizer.growth must be at least 0"),
+        ({"optimizer.tilt": 0.25}, "optimizer.tilt: adamw has no whitened steps"),
         ({"training.steps": "inf"}, "training.steps is a number"),
         ({"training.steps": ""}, "training.steps is a number"),
         ({"training.steps": [1]}, "training.steps is a number"),

@@ -184,6 +184,13 @@ def test_where_a_contest_stands(tmp_path: Path) -> None:
     assert text.count("finished") == 54
 
 
+def test_what_always_diverges_has_nothing_left_to_run(tmp_path: Path) -> None:
+    held, fine = contest(seeds=2), bowl(CENTRES)
+    lab = Lab(tmp_path, lambda run: math.inf if run.optimizer.name == "adamw" else fine(run))
+    run_contest(held, tmp_path, lab.make)
+    assert "comparison 4 of 4, about 0 min left" in standing(held, tmp_path)
+
+
 # The command -------------------------------------------------------------------------------------
 
 

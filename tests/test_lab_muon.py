@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +22,11 @@ from rankfold.lab.model import Decoder, ModelConfig
 from rankfold.lab.muon import Muon, Whitened, sign
 from rankfold.lab.optimizers import build
 from rankfold.stacks import grad_of, itself
+from rankfold.whitening import Manner
 
 from .gauge import Member, members_read, move_along_gauge
 from .lab_runs import killed_at, run, same_weights, small, write_corpus
+from .test_tilt import tilted
 from .watching import Deny, DenyReading, Watch
 
 NAMES = ("muon", "whitened", "dion")
@@ -99,6 +102,22 @@ def test_signs_are_near_one() -> None:
     x = u * torch.logspace(0, -1.5, 8, dtype=torch.float64) @ vh
     values = torch.linalg.svdvals(sign(x, torch.float64))
     assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize(("tilt", "balance"), [(0.25, 0.0), (0.0, 0.5), (0.5, 1.0)])
+def test_muon_with_a_tilt_takes_its_directions(tilt: float, balance: float) -> None:
+    """The first step, of the gradients themselves: those of the definition, block by block."""
+    model = decoder(4, 2, biases=True, dtype=torch.float64)
+    before = list(blocks(model, itself))
+    differentiate(model)
+    gradients = list(blocks(model, grad_of))
+    manner = Manner(1e-30, tilt, balance)
+    ours = Muon(model.grids(), LR, momentum=0.0, weight_decay=0.0, masters=False, manner=manner)
+    ours.step()
+    for old, new, gradient in zip(before, blocks(model, itself), gradients, strict=True):
+        wanted = tilted(gradient, 4, tilt, balance)
+        scale = LR * math.sqrt(len(old) / 4)
+        torch.testing.assert_close((old - new) / scale, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "biases"), MODELS)

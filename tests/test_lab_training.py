@@ -168,6 +168,17 @@ def test_options_of_geometries_reach_their_optimizer(corpus: Path) -> None:
     (group,) = attention.inner.param_groups
     assert (group["weight_decay"], group["decay_to"], group["scale_lr"]) == (0.5, 2.0, None)
     assert (group["momentum_form"], group["growth"]) == ("heavy-ball", 0.5)
+    config = small(
+        corpus,
+        optimizer__name="fixed-quotient",
+        optimizer__normalize="whitened",
+        optimizer__tilt=0.25,
+        optimizer__row_balance=0.5,
+    )
+    attention, _ = build(Decoder(config.model, 257), config.optimizer)
+    assert isinstance(attention, Riemannian)
+    (group,) = attention.inner.param_groups
+    assert (group["tilt"], group["row_balance"]) == (0.25, 0.5)
 
 
 # Runs --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import rankfold
 from rankfold import schatten
+from rankfold.whitening import Manner, whiten
 
 from .schatten_cases import Pairs, dual, raised
 
@@ -50,7 +51,7 @@ def test_directions_are_of_norm_one_and_reach_the_dual_norm(p: float) -> None:
     """By Hölder's inequality nothing of norm 1 lies further along X than its dual norm."""
     xs = blocks()
     if p == math.inf:
-        cs = [schatten.whitening(x[:, None], None, 1, 2.0**-23).turn[:, 0] for x in xs]
+        cs = [whiten(x[:, None], None, 1, Manner(2.0**-23)).turn[:, 0] for x in xs]
     else:
         cs = schatten.directions([x.mT @ x for x in xs], p, 2.0**-23)
     found = [x @ c for x, c in zip(xs, cs, strict=True)]
@@ -91,7 +92,7 @@ def test_zero_stays_zero() -> None:
         if p < math.inf:
             for c in schatten.directions([zero, zero], p, 2.0**-23):
                 assert c.isfinite().all()
-    found = schatten.whitening(zero[:, None], None, 1, 2.0**-23)
+    found = whiten(zero[:, None], None, 1, Manner(2.0**-23))
     assert found.turn.isfinite().all()
     assert not found.squares.any()
 
@@ -113,7 +114,7 @@ def test_a_part_far_below_its_side_is_shorter_by_as_much() -> None:
     x = x / x.square().sum((-2, -1), keepdim=True).sqrt()
     x[:, 1] *= 2.0**-15
     x[:, 2] *= 2.0**-18
-    found = schatten.whitening(x, None, 1, 2.0**-40)
+    found = whiten(x, None, 1, Manner(2.0**-40))
     sizes = torch.linalg.matrix_norm(x @ found.turn, 2)
     lengths = torch.tensor([[1.0, 1.0, 0.25]], dtype=torch.float64)
     torch.testing.assert_close(sizes, lengths, atol=0, rtol=5e-3)
@@ -129,7 +130,7 @@ def test_whitening_in_float32_raises_what_its_gram_matrix_has_lost(floor: float)
     )
     values = 2.0 ** -torch.linspace(0, 11, 8, dtype=torch.float64)
     x = ((u * values) @ v.mT).float()
-    found = schatten.whitening(x, None, 4, floor)
+    found = whiten(x, None, 4, Manner(floor))
     made = torch.linalg.svdvals(x.double() @ found.turn.double())
     squares = raised(values.square() / values.square().sum())
     length = min(1.0, float(values.norm()) / (2 * floor))

@@ -39,7 +39,7 @@ def test_parts_of_fixed_rank_from_the_definition(
     point = case.point()
     z, grad = case.ambient(point, 10)
     told = sides((1.0, 0.25), (0.5, 1.0))
-    _, matrix = step_direction(case, point, grad, "whitened", told)
+    _, matrix = step_direction(case, point, grad, "whitened", sides=told)
     parts = exact_parts(case, point, z)
     wanted = sum(side[:, None, None] * part for side, part in zip(told, parts, strict=True))
     torch.testing.assert_close(matrix, wanted, atol=1e-9, rtol=0)
@@ -53,7 +53,7 @@ def test_a_step_is_the_sum_of_its_sides(name: str, grid: tuple[int, int]) -> Non
     _, grad = case.ambient(point, 10)
 
     def along(told: Sides | None) -> Tensor:
-        return step_direction(case, point, grad, "whitened", told)[1]
+        return step_direction(case, point, grad, "whitened", sides=told)[1]
 
     left, right = along(sides((1, 1), (0, 0))), along(sides((0, 0), (1, 1)))
     assert min(x.norm() for x in (*left, *right)) > 0.5
@@ -70,7 +70,7 @@ def test_one_side_of_an_isometry_moves_alone(name: str, side: int) -> None:
     point = case.point()
     _, grad = case.ambient(point, 10)
     told = sides((1, 1), (0, 0)) if side == 0 else sides((0, 0), (1, 1))
-    _, matrix = step_direction(case, point, grad, "whitened", told)
+    _, matrix = step_direction(case, point, grad, "whitened", sides=told)
     for k in range(2):
         basis = one_factor(case, point, side, 0, k)
         moved = matrix[k].flatten()

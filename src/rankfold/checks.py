@@ -20,10 +20,11 @@ from .linalg import frobenius, skew
 from .precision import exact_arithmetic
 from .schatten import WHITENED, by_products, exponent
 from .stacks import Plan, itself
+from .whitening import TILTS
 
 NUMBERS = (
-    *("lr", "momentum", "second_moment", "growth", "weight_decay", "decay_to"),
-    *("norm_floor", "damping", "rank_floor"),
+    *("lr", "momentum", "second_moment", "growth", "tilt", "row_balance"),
+    *("weight_decay", "decay_to", "norm_floor", "damping", "rank_floor"),
 )
 NUMBERS_OR_NONE = ("scale_lr", "trust_region")
 NORMALIZATIONS = ("metric", "spectral", None)
@@ -83,6 +84,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     _check_momentum(options)
     _check_scale(options)
     _check_growth(options)
+    _check_manner(options)
 
 
 def _check_growth(options: Mapping[str, Any]) -> None:
@@ -97,6 +99,20 @@ def _check_growth(options: Mapping[str, Any]) -> None:
         raise ValueError(
             "damping is for products that start at zero, and with a growth these stay there"
         )
+
+
+def _check_manner(options: Mapping[str, Any]) -> None:
+    tilt, balance = options["tilt"], options["row_balance"]
+    if tilt not in TILTS:
+        known = ", ".join(f"{each:g}" for each in TILTS)
+        raise ValueError(f"tilt must be one of {known}, got {tilt}")
+    if not 0 <= balance <= 1:
+        raise ValueError(f"row_balance must be in [0, 1], got {balance}")
+    for option, value in (("tilt", tilt), ("row_balance", balance)):
+        if value and options["normalize"] != WHITENED:
+            raise ValueError(f"{option} is of whitened steps: it needs normalize='{WHITENED}'")
+        if value and is_isometry(options["geometry"]):
+            raise ValueError(f"{options['geometry']} has no {option}: use a fixed-rank geometry")
 
 
 def _check_scale(options: Mapping[str, Any]) -> None:

@@ -218,6 +218,8 @@ def step_options(group: Group, rate: Rate, geometry: Geometry, largest: float) -
         second_moment=group["second_moment"],
         bias_correction=group["bias_correction"],
         growth=group["growth"],
+        tilt=group["tilt"],
+        row_balance=group["row_balance"],
         weight_decay=group["weight_decay"],
         decay_to=group["decay_to"],
         largest=largest,

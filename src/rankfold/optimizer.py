@@ -59,6 +59,10 @@ class RiemannianSGD(StatefulOptimizer):
         growth: γ ≥ 0, for fixed-rank geometries: a member's learning rate is multiplied by s^γ,
             with s the root mean square of the singular values of its products. At ½ steps grow
             with products as those of optimizers do that see factors alone, at 1 they are relative.
+        tilt: 0, ⅛, ¼, ½ or 1, for whitened steps of fixed-rank geometries: past singular values of
+            one size by so much of the way to those of a natural gradient, the smallest the longest.
+        row_balance: in [0, 1], for the same steps: how far rows of factors are brought to one size,
+            before and after.
         normalize: ``"metric"`` (the geometry's own norm), ``"spectral"`` (largest singular value
             of the tangent matrix, of the stacked matrix for a grid), None, or ``"schatten-p"``
             with a number p from 1 to ``inf``: not the gradient scaled, but the direction of
@@ -116,6 +120,8 @@ class RiemannianSGD(StatefulOptimizer):
         bias_correction: bool = False,
         second_moment: float = 0.0,
         growth: float = 0.0,
+        tilt: float = 0.0,
+        row_balance: float = 0.0,
         normalize: str | None = "metric",
         weight_decay: float = 0.0,
         decay_to: float = 0.0,
@@ -139,6 +145,8 @@ class RiemannianSGD(StatefulOptimizer):
             "bias_correction": bias_correction,
             "second_moment": second_moment,
             "growth": growth,
+            "tilt": tilt,
+            "row_balance": row_balance,
             "normalize": normalize,
             "weight_decay": weight_decay,
             "decay_to": decay_to,

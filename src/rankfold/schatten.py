@@ -22,8 +22,6 @@ from .linalg import identity_like, squared_norm, trace
 # Singular values below this share of the Frobenius norm count for less and less: in float32 a Gram
 # matrix knows little of them, and must stay positive with its rounding.
 _SMALLEST = 2.0**-8
-# The same in a second pass over what a first one has raised, where all are at most 1.
-_SMALLEST_RAISED = 2.0**-4
 # Steepest for p = ∞ in each factor's part of a vector alone, measured in each of its products.
 WHITENED = "whitened"
 # Where each factor's part goes alone, one of less than this share of its side's norm may be the
@@ -96,44 +94,10 @@ def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     is shorter by as much, so that zero stays zero.
     """
     total = torch.stack([trace(g) for g in grams]).sum(0)
-    square = total.clamp_min(_least_square(total))[..., None, None]
+    square = total.clamp_min(least_square(total))[..., None, None]
     length = (total.sqrt() / floor).clamp_max(1)[..., None, None] / square.sqrt()
     scaled = [g / square for g in grams]
     return [length * c for c in (_largest(scaled) if p == 1 else _powers(scaled, p))]
-
-
-class Whitening(NamedTuple):
-    """C (batch, I, r, r) and the squares ‖X_i C_i‖² (batch, I)."""
-
-    turn: Tensor
-    squares: Tensor
-
-
-def whitening(
-    x: Tensor, turn: Tensor | None, partners: int, floor: float, share: Tensor | None = None
-) -> Whitening:
-    """C_i for which each X_i C_i by itself has every singular value √partners.
-
-    X_i is ``x turn``, (batch, I, m, r) times (batch, 1, r, r), or ``x``: what a factor's part does
-    to all of its products side by side, so that the root mean square over ``partners`` is 1. Where
-    that of its norm is below ``floor``, or its norm far below that of the whole side, X_i C_i is
-    shorter by as much, so that zero stays zero. ``share`` (batch,) is what is made of each.
-
-    Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
-    Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
-    one has raised. Those below 2⁻¹² count for less.
-    """
-    gram = tall.gram(x) if turn is None else tall.turned_gram(x, turn)
-    own = trace(gram)
-    least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * floor**2)
-    first = inverse_root(gram, own.clamp_min(_least_square(own)))
-    raised = tall.turned_gram(x, first if turn is None else turn @ first)
-    second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
-    square = partners * (own / least).clamp_max(1)
-    if share is not None:
-        square = square * share[:, None].square()
-    made = square.sqrt()[..., None, None] * (first @ second)
-    return Whitening(made, square * linalg.squared_norm_weighted(second, raised))
 
 
 class Roots(NamedTuple):
@@ -149,12 +113,12 @@ def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = _SMALLEST
     ``whole`` (...) is the square norm of a vector that the Gram matrix is of a part of, and was
     perhaps found as a difference: then its rounding is small beside the whole, not beside itself.
     """
-    scale = (trace(gram) if whole is None else whole).clamp_min(_least_square(gram))
+    scale = (trace(gram) if whole is None else whole).clamp_min(least_square(gram))
     inverse = inverse_root(gram, scale, smallest)
     return Roots(gram @ inverse, inverse)
 
 
-def _least_square(x: Tensor) -> float:
+def least_square(x: Tensor) -> float:
     """Of the norms that can be divided by."""
     return linalg.least_norm(x.dtype) ** 2
 

@@ -117,11 +117,12 @@ class Geometry(ABC):
         """
 
     @abstractmethod
-    def whitened(self, frame: Any, coords: Any, floor: float, sides: Sides | None) -> Any:
+    def whitened(self, frame: Any, coords: Any, options: StepOptions) -> Any:
         """The same for p = ∞, but with each factor's part of the vector by itself.
 
         What it does to its products, all side by side and over the root of how many they are, has
-        norm 1, or that of its side. ``floor`` bounds the norms of what the parts do from below.
+        norm 1, or that of its side. The norm's floor bounds the norms of what the parts do from
+        below.
         """
 
     def direction(self, frame: Any, coords: Any, options: StepOptions) -> Any:
@@ -130,7 +131,7 @@ class Geometry(ABC):
         if p is None or p == 2:
             return coords
         if options.normalize == schatten.WHITENED:
-            return self.whitened(frame, coords, options.norm_floor, options.sides)
+            return self.whitened(frame, coords, options)
         return self.steepest(frame, coords, p, options.norm_floor)
 
     @abstractmethod

@@ -19,8 +19,9 @@ from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
 from ..together import both
+from ..whitening import whiten
 from . import decay
-from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
+from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 
 
@@ -101,17 +102,15 @@ class FixedEmbedded(EmbeddedGeometry):
         left, right = schatten.directions(grams, p, floor)
         return self.tangent(frame, coords, k @ left + right @ k, left, right)
 
-    def whitened(
-        self, frame: PairFrame, coords: TangentXKY, floor: float, sides: Sides | None
-    ) -> TangentXKY:
+    def whitened(self, frame: PairFrame, coords: TangentXKY, options: StepOptions) -> TangentXKY:
         # C Vᵀ + U Dᵀ, whitened block by block, of C = U K + X and D = V Kᵀ + Y.
         left, right = frame.point
         eye = linalg.identity_like(coords.k).expand_as(coords.k)
         c, d = coords.combine((coords.k, coords.k.mT), (eye, eye))
         c, d = c.view_as(left), d.view_as(right)
-        of_c, of_d = sides or (None, None)
-        turn_c = schatten.whitening(c, None, right.shape[1], floor, of_c).turn
-        turn_d = schatten.whitening(d, None, left.shape[1], floor, of_d).turn
+        of_c, of_d = options.sides or (None, None)
+        c, turn_c, _ = whiten(c, None, right.shape[1], options.manner, of_c)
+        d, turn_d, _ = whiten(d, None, left.shape[1], options.manner, of_d)
         along_u = frame.left.inverse.mT @ (tall.overlap(left, c) @ turn_c).sum(1)
         along_v = frame.right.inverse.mT @ (tall.overlap(right, d) @ turn_d).sum(1)
         r_a, r_b = self.triangles(frame)

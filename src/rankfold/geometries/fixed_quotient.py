@@ -15,7 +15,7 @@ Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,8 +25,9 @@ from .. import linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from ..together import both
+from ..whitening import Manner, Whitening, whiten
 from . import decay
-from .base import Geometry, Landing, Pair, Sides, StepOptions, flatten_blocks
+from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 
 
 class GramFrame(NamedTuple):
@@ -134,59 +135,40 @@ class FixedQuotient(Geometry):
         # steepest vector downstairs, and each side finds its own.
         whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
         if p == math.inf:
-            return self._whitened(frame, coords, whole, (1, 1), floor, None)
+            partnered = _partnered(frame, whole)
+            found = [whiten(x, c.lower[:, None], 1, Manner(floor)) for x, c in partnered]
+            return self._along(frame, coords, found)
         grams = [tall.turned_gram(x, c.lower[:, None]) for x, c in _partnered(frame, whole)]
-        found = schatten.directions(grams, p, floor)
-        squares = (
-            linalg.squared_norm_weighted(c, gram) for c, gram in zip(found, grams, strict=True)
-        )
-        return self._turned(frame, coords, whole, found, squares)
+        turns = schatten.directions(grams, p, floor)
+        sides = zip(_partnered(frame, whole), turns, grams, strict=True)
+        found = [
+            Whitening(x, c.lower[:, None] @ turn, linalg.squared_norm_weighted(turn, gram))
+            for (x, c), turn, gram in sides
+        ]
+        return self._along(frame, coords, found)
 
     def whitened(
-        self, frame: GramFrame, coords: WeighedTangent, floor: float, sides: Sides | None
+        self, frame: GramFrame, coords: WeighedTangent, options: StepOptions
     ) -> WeighedTangent:
         left, right = coords.vector
-        partners = right.shape[1], left.shape[1]
-        return self._whitened(frame, coords, coords.vector, partners, floor, sides)
-
-    def _whitened(
-        self,
-        frame: GramFrame,
-        coords: WeighedTangent,
-        parts: Pair,
-        partners: tuple[int, int],
-        floor: float,
-        sides: Sides | None,
-    ) -> WeighedTangent:
-        """Each of the ``parts`` (batch, parts, m, r) of the vector by itself."""
+        partners, shares = (right.shape[1], left.shape[1]), options.sides or (None, None)
+        sides = zip(_partnered(frame, coords.vector), partners, shares, strict=True)
         found = [
-            schatten.whitening(x, partner.lower[:, None], count, floor, side)
-            for (x, partner), count, side in zip(
-                _partnered(frame, parts), partners, sides or (None, None), strict=True
-            )
+            whiten(x, c.lower[:, None], count, options.manner, share)
+            for (x, c), count, share in sides
         ]
-        turns, squares = zip(*found, strict=True)
-        return self._turned(frame, coords, parts, turns, squares)
+        return self._along(frame, coords, found)
 
-    def _turned(
-        self,
-        frame: GramFrame,
-        coords: WeighedTangent,
-        parts: Pair,
-        turns: Iterable[Tensor],
-        squares: Iterable[Tensor],
+    def _along(
+        self, frame: GramFrame, coords: WeighedTangent, found: list[Whitening]
     ) -> WeighedTangent:
-        """The vector with X C in place of X = Ξ_A L_B, Ξ_B L_A of its ``parts``.
-
-        ``turns`` are the C and ``squares`` the ‖X C‖², side by side.
-        """
+        """The vector whose Ξ_A L_B and Ξ_B L_A are these directions."""
+        partners = frame.right, frame.left
         made = (
-            tall.turn(x, partner.lower[:, None] @ c @ partner.inverse[:, None]).view_as(old)
-            for (x, partner), c, old in zip(
-                _partnered(frame, parts), turns, coords.vector, strict=True
-            )
+            tall.turn(rows, turn @ partner.inverse[:, None]).view_as(old)
+            for (rows, turn, _), partner, old in zip(found, partners, coords.vector, strict=True)
         )
-        return WeighedTangent(Pair(*made), *(square.sum(1) for square in squares))
+        return WeighedTangent(Pair(*made), *(side.squares.sum(1) for side in found))
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.

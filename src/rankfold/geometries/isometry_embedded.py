@@ -23,7 +23,7 @@ from ..linalg import skew
 from ..polar import Spread
 from ..steepest import steepest_tangent
 from ..together import both
-from .base import Landing, Pair, Sides, StepOptions, flatten_blocks
+from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 from .stiefel import (
     MARGIN,
@@ -67,9 +67,8 @@ class IsometryEmbedded(EmbeddedGeometry):
         one = linalg.identity_like(frame.left[..., : frame.left.shape[-1], :])
         return one, one
 
-    def whitened(
-        self, frame: Pair, coords: TangentXKY, floor: float, sides: Sides | None
-    ) -> TangentXKY:
+    def whitened(self, frame: Pair, coords: TangentXKY, options: StepOptions) -> TangentXKY:
+        floor, sides = options.norm_floor, options.sides
         x, y = (schatten.roots(gram, coords.square) for gram in (coords.xx, coords.yy))
         k, r = coords.k, coords.k.shape[-1]
         left = steepest_factor(k, x.root, math.inf, floor).direction

@@ -206,9 +206,10 @@ class StiefelGeometry(Geometry):
         return self._by_factors(frame, coords, p, floor, (frame.j**0.5, frame.i**0.5), None)
 
     def whitened(
-        self, frame: StiefelFrame, coords: StiefelTangent, floor: float, sides: Sides | None
+        self, frame: StiefelFrame, coords: StiefelTangent, options: StepOptions
     ) -> StiefelTangent:
         # What a factor does to each of its products alone has the singular values of Ξ_U itself.
+        floor, sides = options.norm_floor, options.sides
         return self._by_factors(frame, coords, math.inf, floor, (1.0, 1.0), sides)
 
     def inner_parts(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tall
+from ..whitening import Manner
 
 # The longest normalized step of an isometry in capturable mode. Its retraction runs a number of
 # iterations fixed beforehand, which serve any step up to this one.
@@ -56,11 +57,18 @@ class StepOptions:
     second_moment: float = 0.0
     bias_correction: bool = False
     growth: float = 0.0
+    tilt: float = 0.0
+    row_balance: float = 0.0
     weight_decay: float = 0.0
     decay_to: float = 0.0
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
     longest: float | None = None
     sides: Sides | None = None
+
+    @property
+    def manner(self) -> Manner:
+        """How a whitened step of a fixed-rank geometry is made."""
+        return Manner(self.norm_floor, self.tilt, self.row_balance)
 
     @property
     def shrink(self) -> float | Tensor:

@@ -38,10 +38,12 @@ class OptimizerConfig:
     by ``vo_rate`` times it, and of these the output weights by ``output_rate`` times that, which
     with a geometry wants "whitened" steps. For geometries: ``momentum_form``, ``nesterov``,
     ``bias_correction``, ``second_moment``, ``growth``, ``normalize`` ("metric", "spectral", "none",
-    "whitened" or "schatten-p"), ``retraction``, empty for the geometry's own, ``product_decay`` and
-    ``decay_to``, the weight decay of products, and ``scale_lr``, if not 0, the rate of a learned
-    scale of isometries at the full ``lr``. ``masters`` keeps float32 copies of bfloat16 weights
-    between steps; without, every step is rounded.
+    "whitened" or "schatten-p"), for whitened steps (and for "muon" and "whitened") ``tilt`` and
+    ``row_balance``, ``retraction``,
+    empty for the geometry's own, ``product_decay`` and ``decay_to``, the weight decay of products,
+    and ``scale_lr``, if not 0, the rate of a learned scale of isometries at the full ``lr``.
+    ``masters`` keeps float32 copies of bfloat16 weights between steps; without, every step is
+    rounded.
     """
 
     name: str = "adamw"
@@ -53,6 +55,8 @@ class OptimizerConfig:
     bias_correction: bool = False
     second_moment: float = 0.0
     growth: float = 0.0
+    tilt: float = 0.0
+    row_balance: float = 0.0
     normalize: str = "metric"
     norm_floor: float = 2.0**-23
     retraction: str = ""
@@ -218,6 +222,10 @@ def _check(config: RunConfig) -> None:
                 "optimizer.output_rate needs optimizer.weight_decay 0: with "
                 f"{optimizer.name} both factors decay at one rate"
             )
+    if optimizer.name in ("adamw", "dion", "frozen"):
+        for name in ("tilt", "row_balance"):
+            if getattr(optimizer, name):
+                raise ValueError(f"optimizer.{name}: {optimizer.name} has no whitened steps")
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")

@@ -39,8 +39,9 @@ _MOMENTUM = 0.9  # until it is tuned
 class Method:
     """An entry of the contest: learning rates and a momentum are all that is tuned.
 
-    ``kind`` is "adamw", "muon" (what is to be beaten), "pair" (Muon as seen by products, beside
-    ours), "ours" or "reference" (ours, but no candidate). ``centres`` are powers of two, by preset.
+    ``kind`` is "adamw", "muon" (what is to be beaten), "pair" (Muon with a part of what ours have,
+    beside them), "ours" or "reference" (ours, but no candidate). ``centres`` are powers of two, by
+    preset.
     """
 
     name: str
@@ -76,6 +77,12 @@ def _growing(method: Method) -> Method:
     return replace(method, name=f"{method.name}-growing", options=options)
 
 
+def _tilted(method: Method, kind: str) -> Method:
+    """With steps that go past singular values and rows of one size."""
+    options = {**method.options, "optimizer.tilt": 0.25, "optimizer.row_balance": 0.5}
+    return replace(method, name=f"{method.name}-tilted", kind=kind, options=options)
+
+
 def _metric(geometry: str) -> Method:
     options = {"optimizer.name": geometry, "optimizer.normalize": "metric"}
     return Method(f"{geometry}-metric", "reference", options, {"paper": -6, "tiny": -4})
@@ -89,6 +96,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             _rival("muon", "muon", paper=-8, tiny=-5),
             _whitened("fixed-quotient"),
             _growing(_whitened("fixed-quotient")),
+            _tilted(_growing(_whitened("fixed-quotient")), "ours"),
+            _tilted(_rival("muon", "muon", paper=-8, tiny=-5), "pair"),
             _rival("adamw", "adamw", paper=-13, tiny=-8),
             _rival("whitened", "pair", paper=-7, tiny=-5),
             _rival("dion", "muon", paper=-8, tiny=-5),

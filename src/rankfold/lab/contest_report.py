@@ -314,8 +314,8 @@ def _dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
         axis.set_axis_off()
     caption = (
         "Differences to the best Muon, paired by seed, with 95% intervals. The dashed line is the "
-        f"goal, {GOAL} nats below it. Blue: ours, brown: Muon, light brown: Muon on pairs, black: "
-        "AdamW, grey: ours for reference."
+        f"goal, {GOAL} nats below it. Blue: ours, brown: Muon, light brown: Muon with a part of "
+        "what ours have, black: AdamW, grey: ours for reference."
     )
     yield "contest", caption, figure
 
@@ -328,12 +328,13 @@ def standing(contest: Contest, root: Path) -> str:
     losses = Losses(root)
     lines, whole = [], 0.0
     for cell in contest.cells():
-        entries = contest.entries()
+        choices = [contest.tuning(cell, method, losses)[1] for method in contest.entries()]
+        lost = sum(choice is not None and math.isinf(choice.loss) for choice in choices)
         known = [c for c in contest.tuning_runs(cell, losses) if c.training.steps == cell.steps]
         tuned = sum(losses.of(c) is not None for c in known)
         finals = contest.final_runs(cell, losses)
         ended = sum(losses.of(c) is not None for c in finals)
-        planned = contest.seeds * len(entries)
+        planned = contest.seeds * (len(choices) - lost)
         left = len(known) - tuned + planned - ended
         words = [f"tuning {tuned} of {len(known)} runs known so far"]
         words.append(f"comparison {ended} of {planned}")

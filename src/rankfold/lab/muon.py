@@ -19,12 +19,14 @@ from ..geometries import Pair
 from ..linalg import cholesky_pair
 from ..precision import current_device, exact_arithmetic
 from ..stacks import Buffers, Plan, Stack, grad_of, itself, needs_master
+from ..whitening import Manner, whiten
 
 # As in `torch.optim.Muon`. The polynomial takes singular values from (0, 1] to about [0.7, 1.2],
 # small ones fast, and not to one.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _SMALLEST_NORM = 1e-7
+_SIGNS = Manner(_SMALLEST_NORM)
 
 
 def sign(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -53,7 +55,7 @@ class Muon:
     Left and right factors go by ``sides`` times the learning rate. With ``masters`` a float32 copy
     of low-precision weights lives on between steps; without, each step begins at the rounded
     weights. A graph can record a step if ``lr`` is a tensor on the device; ``sign_dtype`` is that
-    of the iteration.
+    of the iteration. A ``manner`` with a tilt or a balance takes its direction in place of signs.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class Muon:
         masters: bool,
         sides: tuple[float, float] = (1.0, 1.0),
         sign_dtype: torch.dtype = torch.bfloat16,
+        manner: Manner = _SIGNS,
     ) -> None:
         self.lr = lr
         self.sides = sides
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.sign_dtype = sign_dtype
+        self.manner = manner
         # One plan, where the optimizers of the library cut theirs to a CPU's cache.
         self.plan = Plan([(str(grid.name), grid) for grid in grids])
         with torch.no_grad():
@@ -123,14 +127,20 @@ class Muon:
         return [x * math.sqrt(max(1, x.shape[-2] / x.shape[-1])) for x in signs]
 
     def _signs(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """`sign` of stacks (batch, rows, r), all of one shape in one batch."""
+        """`sign` of stacks (batch, rows, r), or past it, all of one shape in one batch."""
         found = list(blocks)
         for alike in by_shape(blocks):
-            signs = sign(torch.cat([blocks[k] for k in alike]), self.sign_dtype)
+            signs = self._sign(torch.cat([blocks[k] for k in alike]))
             parts = torch.split(signs, [len(blocks[k]) for k in alike])
             for k, part in zip(alike, parts, strict=True):
                 found[k] = part
         return found
+
+    def _sign(self, x: Tensor) -> Tensor:
+        if not (self.manner.tilt or self.manner.balance):
+            return sign(x, self.sign_dtype)
+        rows, turn, _ = whiten(x[:, None], None, 1, self.manner)
+        return tall.turn(rows, turn)[:, 0]
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step."""

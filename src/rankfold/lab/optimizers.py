@@ -17,6 +17,7 @@ from ..geometries import is_isometry
 from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
+from ..whitening import Manner
 from .config import OptimizerConfig
 from .dion import Dion
 from .model import Decoder
@@ -135,6 +136,8 @@ class Riemannian:
             bias_correction=config.bias_correction,
             second_moment=config.second_moment,
             growth=config.growth,
+            tilt=config.tilt,
+            row_balance=config.row_balance,
             normalize=None if config.normalize == "none" else config.normalize,
             norm_floor=config.norm_floor,
             retraction=config.retraction or None,
@@ -273,7 +276,8 @@ def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepp
 def _muon_kind(
     kind: type[Muon], grids: Sequence[Grid], config: OptimizerConfig, graph: bool
 ) -> Muon:
-    further: dict[str, Any] = {"rank": config.dion_rank} if kind is Dion else {}
+    manner = Manner(config.norm_floor, config.tilt, config.row_balance)
+    further = {"rank": config.dion_rank} if kind is Dion else {"manner": manner}
     return kind(
         grids,
         _rate(config.lr, grids[0].params()[0], graph),

@@ -1,0 +1,117 @@
+"""Directions of each factor's part alone, whose singular values are all one, or tilted past that.
+
+A step along X (XᵀX)^(-1/2) moves as far along what a gradient has little of as along what it has
+much of. Natural gradients go further, and along what they have little of the most: a *tilt* δ is
+so much of that way, X (XᵀX)^(-(1+δ)/2). The *balance* ρ does the same to rows, which are the
+coordinates that a layer reads or writes: they are divided by their norms to the ρ before and after.
+Neither changes a direction's Frobenius norm, nor looks at the gauge.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import linalg, tall
+from .linalg import squared_norm_weighted, trace
+from .schatten import SMALLEST_PART, inverse_root, least_square
+
+# Singular values below this share of the Frobenius norm are raised by as much as one that has it,
+# and a second pass raises what the first one has left of them; there all are at most 1.
+_SMALLEST = 2.0**-8
+_SMALLEST_RAISED = 2.0**-4
+# Of roots of a matrix with eigenvalues from `_SMALLEST` to 1: beside these its ridge is nothing.
+_SMALLEST_OF_ROOTS = 2.0**-12
+# Rows below this share of the largest are raised by as much as one that has it.
+_SMALLEST_ROW = 2.0**-8
+
+TILTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # found by products: every half is a root more
+
+
+class Manner(NamedTuple):
+    """How parts are whitened: norms count from ``floor`` on, and the two powers above."""
+
+    floor: float
+    tilt: float = 0.0
+    balance: float = 0.0
+
+
+class Whitening(NamedTuple):
+    """Rows (batch, I, m, r), C (batch, I, r, r) and the squares ‖rows_i C_i‖² (batch, I).
+
+    ``rows`` times C is the direction.
+    """
+
+    rows: Tensor
+    turn: Tensor
+    squares: Tensor
+
+
+def whiten(
+    x: Tensor, turn: Tensor | None, partners: int, manner: Manner, share: Tensor | None = None
+) -> Whitening:
+    """The direction of each X_i = ``x turn``, (batch, I, m, r) times (batch, 1, r, r), or ``x``.
+
+    X_i is what a factor's part does to all of its products side by side, so that their root mean
+    square over ``partners`` is 1. Where that of its norm is below the floor, or its norm far below
+    that of the whole side, the direction is shorter by as much, so that zero stays zero. ``share``
+    (batch,) is what is made of each.
+    """
+    if not manner.balance:
+        made, squares = _even(x, turn, partners, manner, share)
+        return Whitening(x, made if turn is None else turn @ made, squares)
+    x = x if turn is None else tall.turn(x, turn)
+    weights = _row_weights(x, manner.balance)
+    x = x * weights
+    made, squares = _even(x, None, partners, manner, share)
+    x = x * weights
+    longer = squared_norm_weighted(made, tall.gram(x))
+    ratio = squares / longer.clamp_min(least_square(longer))
+    return Whitening(x, ratio.sqrt()[..., None, None] * made, squares)
+
+
+def _even(
+    x: Tensor, turn: Tensor | None, partners: int, manner: Manner, share: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """C_i, tilted, and ‖X_i C_i‖², for rows as they are.
+
+    Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
+    Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
+    one has raised. Those below 2⁻¹² count for less.
+    """
+    gram = tall.gram(x) if turn is None else tall.turned_gram(x, turn)
+    own = trace(gram)
+    least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * manner.floor**2)
+    scale = own.clamp_min(least_square(own))
+    first = inverse_root(gram, scale, _SMALLEST)
+    raised = tall.turned_gram(x, first if turn is None else turn @ first)
+    second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
+    square = partners * (own / least).clamp_max(1)
+    if share is not None:
+        square = square * share[:, None].square()
+    length = squared_norm_weighted(second, raised)
+    if manner.tilt:
+        second = second @ _power(first * (_SMALLEST * scale.sqrt())[..., None, None], manner.tilt)
+        tilted = squared_norm_weighted(second, raised)
+        square = square * length / tilted.clamp_min(least_square(tilted))
+        length = tilted
+    return square.sqrt()[..., None, None] * (first @ second), square * length
+
+
+def _power(x: Tensor, power: float) -> Tensor:
+    """Symmetric ``x`` (..., r, r), eigenvalues about `_SMALLEST` to 1, to one of `TILTS`."""
+    scale = torch.full_like(x[..., 0, 0], 1 + 2 * _SMALLEST**2)
+    while power < 1:
+        x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS))
+        power *= 2
+    return x
+
+
+def _row_weights(x: Tensor, balance: float) -> Tensor:
+    """What to multiply rows of ``x`` (..., m, r) by, (..., m, 1): 1 for the largest row."""
+    squares = x.square().sum(-1, keepdim=True)
+    largest = squares.amax(-2, keepdim=True)
+    share = squares / largest.clamp_min(least_square(largest))
+    return (share + _SMALLEST_ROW**2) ** (-balance / 2)
