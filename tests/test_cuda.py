@@ -117,7 +117,7 @@ def step_without_waiting(problem: Problem, optimizer: rankfold.RiemannianSGD) ->
     assert problem.products().isfinite().all()
 
 
-SAFEGUARDS: dict[str, Any] = {"gradient_repair": "exact", "damping": 1e-6, "trust_region": 0.5}
+SAFEGUARDS: dict[str, Any] = {"gradient_repair": "exact", "trust_region": 0.5}
 
 
 @pytest.mark.usefixtures("sync_errors")

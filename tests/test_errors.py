@@ -200,6 +200,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"growth": 0.5, "geometry": "isometry-quotient"}, ("isometry-quotient has no growth",)),
     ({"growth": 0.5, "damping": 0.1}, ("damping", "zero", "growth")),
+    ({"damping": 0.1, "geometry": "isometry-embedded"}, ("damping is for products", "orthonormal")),
     ({"tilt": 0.3, "normalize": "whitened"}, ("tilt must be one of 0, 0.125, 0.25, 0.5, 1",)),
     *(
         ({"row_balance": value, "normalize": "whitened"}, ("row_balance must be in [0, 1]",))

@@ -238,6 +238,33 @@ def test_frames(condition: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @in_kernels
+@pytest.mark.parametrize("share", [1.0, 1e-3, 0.0])
+def test_coordinates_of_gradients_in_dispute(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plain form, of A S and −B Sᵀ, whose mean is nothing, and a share of a vector."""
+    geometry = geometry_for("fixed-embedded", 1, 1)
+    a, b = (torch.linalg.qr(randn(3, 1, 30, 5, seed=s)).Q for s in (41, 42))
+    s, left, right = (
+        randn(3, 1, 5, 5, seed=43),
+        randn(3, 1, 30, 5, seed=44),
+        randn(3, 1, 30, 5, seed=45),
+    )
+    vector = Pair(a @ s + share * left, share * right - b @ s.mT)
+    found = []
+    for served in (True, False):
+        for name_of in ("serve", "serve_small"):
+            monkeypatch.setattr(kernels, name_of, lambda *x, on=served: on)
+        found.append(geometry.coordinates(geometry.frame(Pair(a, b)), vector))
+    one, plain = found
+    whole = vector.left.square().sum((1, 2, 3)) + vector.right.square().sum((1, 2, 3))
+    for x, y in ((one.xx, plain.xx), (one.yy, plain.yy), (one.k, plain.k)):
+        assert ((x - y).abs().amax((1, 2)) < 10 * EPS * whole).all()
+    assert ((one.square - plain.square).abs() < 20 * EPS * whole).all()
+    least = 2 * 5 * 4 * EPS * whole
+    assert (one.square > least if share < 1 else one.square > 0.1 * whole).all()
+    assert (torch.linalg.eigvalsh(one.xx.double()) > 0).all()
+
+
+@in_kernels
 @pytest.mark.parametrize("lr", [1e-3, 0.1, 0.45, 20.0])
 @pytest.mark.parametrize("name", ["fixed-embedded", "isometry-embedded"])
 def test_retractions_in_one_kernel(name: str, lr: float, monkeypatch: pytest.MonkeyPatch) -> None:

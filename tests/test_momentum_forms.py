@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rankfold import RiemannianSGD
+from rankfold import Grid, RiemannianSGD
 
 from .beyond import SHAPES, check
 from .heads import Heads
@@ -206,3 +206,17 @@ def test_nothing_is_factored_or_asked_for(
         model.run(optimizer, 1)
         with Deny(), DenyReading():
             optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "told", [{"bias_correction": True}, {"momentum_form": "heavy-ball"}, {"nesterov": True}]
+)
+def test_a_momentum_set_to_zero_later_is_refused_where_others_need_it(told: dict[str, Any]) -> None:
+    a, b = (nn.Parameter(torch.randn(m, 2)) for m in (5, 4))
+    optimizer = RiemannianSGD(Grid(a, b), 0.1, geometry="fixed-quotient", momentum=0.5, **told)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    before = a.detach().clone()
+    with pytest.raises(ValueError, match="needs a momentum above 0"):
+        optimizer.step()
+    assert torch.equal(a, before)

@@ -86,6 +86,17 @@ def test_inverse_root(dtype: torch.dtype, decay: float) -> None:
         assert torch.linalg.matrix_norm(sign, 2).max() < 1 + bound
 
 
+@pytest.mark.parametrize("p", [1.0001, 1.001, 1.01])
+def test_near_one_the_largest_singular_vectors_are_left(p: float) -> None:
+    """In float32, where powers of any other singular value underflow."""
+    xs = [x.float() for x in blocks()]
+    found = schatten.directions([x.mT @ x for x in xs], p, 2.0**-23)
+    made = [x @ c for x, c in zip(xs, found, strict=True)]
+    torch.testing.assert_close(schatten_norm(made, p), torch.ones(len(xs[0])), atol=1e-3, rtol=0)
+    largest = torch.stack([torch.linalg.matrix_norm(x, 2) for x in xs]).amax(0)
+    assert (inner(xs, made) > (1 - 1e-3) * largest).all()
+
+
 def test_zero_stays_zero() -> None:
     zero = torch.zeros(2, 4, 4)
     for p in EXPONENTS:

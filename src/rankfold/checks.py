@@ -68,6 +68,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"damping must be finite and not negative, got {damping}")
     if trust is not None and not 0 < trust <= 1:
         raise ValueError(f"trust_region must be None or in (0, 1], got {trust}")
+    if damping and options["geometry"] in GEOMETRIES and is_isometry(options["geometry"]):
+        raise ValueError(
+            f"damping is for products that start at zero, and {options['geometry']} has none: "
+            "its factors are orthonormal"
+        )
     rank_floor = options["rank_floor"]
     if not 0 <= rank_floor < 1:
         raise ValueError(f"rank_floor must be in [0, 1), got {rank_floor}")
@@ -81,7 +86,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
         )
     _check_normalization(options)
-    _check_momentum(options)
+    check_momentum(options)
     _check_scale(options)
     _check_growth(options)
     _check_manner(options)
@@ -131,7 +136,8 @@ def _check_scale(options: Mapping[str, Any]) -> None:
         raise ValueError("capturable=True needs scale_lr as a 0-dim tensor, like lr")
 
 
-def _check_momentum(options: Mapping[str, Any]) -> None:
+def check_momentum(options: Mapping[str, Any]) -> None:
+    """Raise if other options want a momentum that is not there; a schedule may have set it to 0."""
     form, beta = options["momentum_form"], options["second_moment"]
     if form not in MOMENTUM_FORMS:
         raise ValueError(f"momentum_form must be one of {MOMENTUM_FORMS}, got {form!r}")

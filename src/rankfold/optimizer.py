@@ -262,6 +262,7 @@ class RiemannianSGD(StatefulOptimizer):
     @uncompiled
     def _look(self, group: Group, joint: JointPlan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
+        checks.check_momentum(group)
         for owner in joint.owners:
             checks.check_rate(self.param_groups[owner.group], owner)
         plan = joint.plan

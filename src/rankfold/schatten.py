@@ -143,10 +143,14 @@ def _powers(grams: list[Tensor], p: float) -> list[Tensor]:
     # What is not finite would raise, and shall end its own member's step alone.
     sound = torch.stack([trace(g @ g).isfinite() for g in grams]).all(0)[..., None, None]
     found = [torch.linalg.eigh(torch.where(sound, g, 0)) for g in grams]
-    values = [v.clamp_min(torch.finfo(v.dtype).eps ** 2) for v, _ in found]
+    # Relative to the largest one, of which any power is 1: near p = 1 those of all others vanish.
+    most = torch.stack([v[..., -1] for v, _ in found]).amax(0)
+    most = most.clamp_min(least_square(most))[..., None]
+    values = [(v / most).clamp_min(torch.finfo(v.dtype).eps ** 2) for v, _ in found]
     norm = torch.stack([(v ** (q / 2)).sum(-1) for v in values]).sum(0) ** ((q - 1) / q)
+    length = most.sqrt() * norm[..., None]
     powers = (
-        (vectors * (v ** ((q - 2) / 2) / norm[..., None])[..., None, :]) @ vectors.mT
+        (vectors * (v ** ((q - 2) / 2) / length)[..., None, :]) @ vectors.mT
         for v, (_, vectors) in zip(values, found, strict=True)
     )
     return [torch.where(sound, power, torch.nan) for power in powers]

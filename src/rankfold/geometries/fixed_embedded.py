@@ -24,6 +24,9 @@ from . import decay
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
 
+# Vectors below this share of the square norms they are told from are known to few digits.
+_LITTLE = 2.0**-8
+
 
 class PairFrame(NamedTuple):
     """The point and the orthonormal frames of its stacked factors, with their ``damping``."""
@@ -77,12 +80,17 @@ class FixedEmbedded(EmbeddedGeometry):
                 (c[0].square, c[1].square),
                 (one.inverse, other.inverse),
                 (one.gram, other.gram),
+                _LITTLE,
+                _rounding(a.dtype),
             )
         else:
             inner_a, k_left, xx = _split(c[0], one)
             inner_b, k_right, yy = _split(c[1], other)
             k = (k_left + k_right.mT) / 2
             square = squared_length(k, xx, yy)
+            hidden = _hidden(square, c)
+            xx, yy = (x + hidden * linalg.identity_like(x) for x in (xx, yy))
+            square = square + 2 * k.shape[-1] * hidden[:, 0, 0]
         left = Side(a, t_a, one.inverse, other.inverse, inner_a, one.gram)
         right = Side(b, t_b, other.inverse, one.inverse, inner_b, other.gram)
         return TangentXKY(left, right, k, xx, yy, square)
@@ -221,14 +229,31 @@ def _flat(pair: Pair) -> Pair:
 def _split(c: TurnedGrams, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """From AᵀC and CᵀC: what of U to take from C to leave X, UᵀC, and XᵀX; all (batch, r, r).
 
-    XᵀX comes as a difference of Gram matrices. What rounding leaves in that is ε‖C‖², and C is no
-    longer than the whole vector, so it is beyond the precision of any step.
+    XᵀX comes as a difference of Gram matrices, of which rounding leaves ε‖C‖². C is no longer than
+    the whole vector, so that this is beyond the precision of any step; `_hidden` has the exception.
     """
     overlap = frame.inverse.mT @ c.cross
     # A basis that is short in places has to be projected away from twice.
     inner = tall.add_product(overlap, frame.gram, overlap, 2.0, -1.0)
     within = inner.mT @ tall.add_product(overlap, frame.gram, inner, 2.0, -1.0)
     return inner, overlap, c.square - linalg.sym(within)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """What rounding leaves in a difference of Gram matrices, as a share of their trace."""
+    return 4 * torch.finfo(dtype).eps
+
+
+def _hidden(square: Tensor, c: tuple[TurnedGrams, TurnedGrams]) -> Tensor:
+    """What rounding may hide in XᵀX and YᵀY, to be added to their eigenvalues, (batch, 1, 1).
+
+    Gradients of a loss that sees the factors themselves disagree on K. Their mean may be nothing
+    beside what both have, and then so is the vector. With this on top its length is none that
+    rounding has made, and both matrices stay positive: a step is shorter, not longer without bound.
+    """
+    whole = linalg.trace(c[0].square) + linalg.trace(c[1].square)
+    hidden = torch.where(square < _LITTLE * whole, _rounding(whole.dtype) * whole, 0)
+    return hidden[:, None, None]
 
 
 def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:

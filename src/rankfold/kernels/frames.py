@@ -55,10 +55,8 @@ def finish(
 
 
 @triton.jit
-def _side(
-    cross_ptr, square_ptr, inverse_ptr, gram_ptr, inner_ptr, xx_ptr, place, inside, P: tl.constexpr
-):
-    """Stores one side's inner overlap and XᵀX; returns UᵀC and the trace of XᵀX."""
+def _side(cross_ptr, square_ptr, inverse_ptr, gram_ptr, inner_ptr, place, inside, P: tl.constexpr):
+    """Stores one side's inner overlap; returns UᵀC, CᵀC and XᵀX."""
     inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
     overlap = tl.load(cross_ptr + place, mask=inside, other=0.0)
     overlap = dot(tl.trans(inverse), overlap, P)
@@ -66,33 +64,34 @@ def _side(
     inner = 2.0 * overlap - dot(gram, overlap, P)
     tl.store(inner_ptr + place, inner, mask=inside)
     within = dot(tl.trans(inner), 2.0 * overlap - dot(gram, inner, P), P)
-    xx = tl.load(square_ptr + place, mask=inside, other=0.0) - 0.5 * (within + tl.trans(within))
-    tl.store(xx_ptr + place, xx, mask=inside)
-    rows = tl.arange(0, xx.shape[0])[:, None]
-    cols = tl.arange(0, xx.shape[1])[None, :]
-    return overlap, total(tl.where(rows == cols, xx, 0.0))
+    square = tl.load(square_ptr + place, mask=inside, other=0.0)
+    return overlap, square, square - 0.5 * (within + tl.trans(within))
 
 
 @triton.jit
 def _coordinates_kernel(
     cross_a_ptr, cross_b_ptr, square_a_ptr, square_b_ptr, inverse_a_ptr, inverse_b_ptr,
     gram_a_ptr, gram_b_ptr, inner_a_ptr, inner_b_ptr, k_ptr, xx_ptr, yy_ptr, norm_ptr, r,
-    R: tl.constexpr, PRECISION: tl.constexpr,
+    little, rounding, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = PRECISION
-    place, inside, _ = tile(r, R)
-    left, trace_a = _side(
-        cross_a_ptr, square_a_ptr, inverse_a_ptr, gram_a_ptr, inner_a_ptr, xx_ptr, place, inside, P
+    place, inside, eye = tile(r, R)
+    left, whole, xx = _side(
+        cross_a_ptr, square_a_ptr, inverse_a_ptr, gram_a_ptr, inner_a_ptr, place, inside, P
     )
-    right, trace_b = _side(
-        cross_b_ptr, square_b_ptr, inverse_b_ptr, gram_b_ptr, inner_b_ptr, yy_ptr, place, inside, P
+    right, other, yy = _side(
+        cross_b_ptr, square_b_ptr, inverse_b_ptr, gram_b_ptr, inner_b_ptr, place, inside, P
     )
     k = 0.5 * (left + tl.trans(right))
     tl.store(k_ptr + place, k, mask=inside)
-    across = trace_a + trace_b
+    across = total((xx + yy) * eye)
     # Not tl.maximum, which would make zero of NaN.
     square = total(k * k) + tl.where(across < 0.0, 0.0, across)
-    tl.store(norm_ptr + tl.program_id(0), square)
+    size = total((whole + other) * eye)
+    hidden = tl.where(square < little * size, rounding * size, 0.0)
+    tl.store(xx_ptr + place, xx + hidden * eye, mask=inside)
+    tl.store(yy_ptr + place, yy + hidden * eye, mask=inside)
+    tl.store(norm_ptr + tl.program_id(0), square + 2 * r * hidden)
 
 
 def coordinates(
@@ -100,11 +99,13 @@ def coordinates(
     squares: tuple[Tensor, Tensor],
     inverses: tuple[Tensor, Tensor],
     grams: tuple[Tensor, Tensor],
+    little: float,
+    rounding: float,
 ) -> list[Tensor]:
     """Inner overlaps of both sides, K, XᵀX, YᵀY (batch, r, r) and the square norm (batch,)."""
     given = [x.contiguous() for x in (*crosses, *squares, *inverses, *grams)]
     made = [torch.empty_like(given[0]) for _ in range(5)]
     batch, r, _ = given[0].shape
     norm = given[0].new_empty(batch)
-    _coordinates_kernel[(batch,)](*given, *made, norm, r, **launch(r))
+    _coordinates_kernel[(batch,)](*given, *made, norm, r, little, rounding, **launch(r))
     return [*made, norm]

@@ -37,6 +37,7 @@ from .options import (
     say,
     tokenize,
 )
+from .statistics import final_loss
 
 
 def train(
@@ -119,7 +120,7 @@ def _summary_writer(folder: Path, wanted: bool) -> Iterator[Any]:
 
 
 def _loss(run: records.Run) -> str:
-    return f"validation loss {run.validation.last_mean(5):.4f} (last five)"
+    return f"validation loss {final_loss(run):.4f} (last five)"
 
 
 def _summary(run: records.Run) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def _summary(run: records.Run) -> dict[str, Any]:
         "status": run.status,
         "message": run.message,
         "steps": run.training.steps[-1] if run.training.steps else 0,
-        "validation_loss": run.validation.last_mean(5),
+        "validation_loss": final_loss(run),
         "config": run.config,
     }
 

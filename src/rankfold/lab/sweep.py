@@ -31,6 +31,7 @@ import torch
 
 from . import records
 from .config import RunConfig, preset
+from .statistics import final_loss
 from .training import train
 
 ENGINES = ("processes", "ray")
@@ -110,7 +111,7 @@ def run_one(
         run = train(config, folder, device=torch.device(device), workers=workers)
     except Exception as error:
         return Outcome(config.key, "failed", f"{type(error).__name__}: {error}", float("nan"))
-    return Outcome(run.key, run.status, run.message, run.validation.last_mean(5))
+    return Outcome(run.key, run.status, run.message, final_loss(run))
 
 
 def run_sweep(

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..diagnostics import log_to
+from ..diagnostics import ScalarWriter, log_to
 from . import graphs, optimizers, records
 from .config import RunConfig, TrainingConfig
 from .corpus import Corpus, prepare
@@ -40,13 +40,6 @@ class Progress:
     validation: float
     tokens_per_second: float
     optimizer_share: float
-
-
-class Scalars(Protocol):
-    """What is used of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """One number of one step."""
 
 
 Show = Callable[[Progress], object]
@@ -225,7 +218,7 @@ def train(
     device: torch.device,
     corpus: Corpus | None = None,
     show: Show = lambda progress: None,
-    scalars: Scalars | None = None,
+    scalars: ScalarWriter | None = None,
     workers: int = 1,
 ) -> records.Run:
     """Make the run, or the rest of it, in ``folder``; a finished one is only read.
@@ -277,7 +270,9 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _run(trainer: Trainer, folder: Path, show: Show, scalars: Scalars | None) -> tuple[str, str]:
+def _run(
+    trainer: Trainer, folder: Path, show: Show, scalars: ScalarWriter | None
+) -> tuple[str, str]:
     checkpoint = folder / records.CHECKPOINT
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=trainer.device, weights_only=True)
@@ -298,7 +293,7 @@ class _Loop:
         folder: Path,
         recorder: records.Recorder,
         show: Show,
-        scalars: Scalars | None,
+        scalars: ScalarWriter | None,
     ) -> None:
         self.trainer, self.folder, self.recorder = trainer, folder, recorder
         self.show, self.scalars = show, scalars
