@@ -74,6 +74,24 @@ def measure(
     return found
 
 
+# Members, and a number (batch,) of each by name.
+Measured = tuple[list[str], dict[str, Tensor]]
+
+
+def by_member(
+    measured: list[Measured], counted: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, float]]:
+    """All numbers of each member, on the host, with how often what has happened to it."""
+    found: dict[str, dict[str, float]] = {}
+    for members, numbers in measured:
+        columns = {name: values.tolist() for name, values in numbers.items()}
+        for k, member in enumerate(members):
+            events = counted.get(member, {})
+            found[member] = {name: column[k] for name, column in columns.items()}
+            found[member].update({event: events.get(event, 0) for event in EVENTS})
+    return found
+
+
 def _factor_numbers(geometry: Geometry, point: Pair) -> dict[str, Tensor]:
     """Singular values of the factors, worst over the blocks of a member."""
     found = {}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .diagnostics import measure
+from .diagnostics import Measured, by_member, measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
-from .geometries import EVENTS, geometry_for, is_isometry, scale
+from .geometries import geometry_for, is_isometry, scale
 from .groups import (
     Group,
     JointPlan,
@@ -170,7 +170,7 @@ class RiemannianSGD(StatefulOptimizer):
         self._plans: dict[tuple[object, ...], list[JointPlan]] = {}
         self._looked_at: set[str] = set()
         self._counted: dict[str, Counter[str]] = {}
-        self._recorded: list[tuple[list[str], dict[str, Tensor]]] | None = None
+        self._recorded: list[Measured] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -382,15 +382,7 @@ class RiemannianSGD(StatefulOptimizer):
                 "should cover"
             )
             raise RuntimeError(f"there are no diagnostics: {missing}")
-        counted = self._count_all()
-        found: dict[str, dict[str, float]] = {}
-        for members, numbers in self._recorded:
-            columns = {name: values.tolist() for name, values in numbers.items()}
-            for k, member in enumerate(members):
-                events = counted.get(member, Counter())
-                found[member] = {name: column[k] for name, column in columns.items()}
-                found[member].update({event: events[event] for event in EVENTS})
-        return found
+        return by_member(self._recorded, self._count_all())
 
     def _count_all(self) -> dict[str, Counter[str]]:
         total = {member: Counter(events) for member, events in self._counted.items()}
