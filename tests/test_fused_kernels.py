@@ -353,6 +353,32 @@ def test_steps_above_the_rank_of_fused_kernels(
 
 
 @in_kernels
+@pytest.mark.parametrize(("tilt", "balance"), [(0.0, 0.0), (0.25, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
+def test_whitened_steps(
+    name: str, grid: tuple[int, int], tilt: float, balance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64."""
+    geometry = geometry_for(name, *grid)
+    told = {"normalize": "whitened", "tilt": tilt, "row_balance": balance}
+    opts = options(geometry.retractions[0], 0.1, **told)
+    point, grad, held = (
+        Pair(randn(2, grid[0], 30, 5, seed=seed), randn(2, grid[1], 24, 5, seed=seed + 1))
+        for seed in (71, 73, 75)
+    )
+    for served in ("serve", "serve_small"):
+        monkeypatch.setattr(kernels, served, lambda *x: True)
+    found = product(geometry.step(point, grad, held, opts).point).double()
+    for served in ("serve", "serve_small"):
+        monkeypatch.setattr(kernels, served, lambda *x: False)
+    at, along, kept = (Pair(*(x.double() for x in pair)) for pair in (point, grad, held))
+    exact = product(geometry.step(at, along, kept, opts).point)
+    moved = (exact - product(at)).norm()
+    assert (found - exact).norm() < 5e-4 * moved
+
+
+@in_kernels
 @pytest.mark.parametrize("target", [0.0, 0.5])
 @pytest.mark.parametrize("rates", [0.02, [0.02, 0.01]])
 @pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
