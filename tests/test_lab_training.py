@@ -17,6 +17,7 @@ from rankfold.lab.config import (
 )
 from rankfold.lab.model import Decoder
 from rankfold.lab.optimizers import Riemannian, WideAdamW, build
+from rankfold.lab.sweep import run_sweep
 from rankfold.lab.training import Progress, rate_factor, train
 
 from .lab_runs import killed_at, run, same_weights, small, write_corpus
@@ -244,6 +245,21 @@ def test_a_finished_run_is_only_read(corpus: Path, tmp_path: Path) -> None:
     again = train(config, tmp_path / "run", device=CPU, show=shown.append)
     assert shown == []
     assert losses(again) == losses(first)
+
+
+def test_a_run_is_made_by_one_at_a_time(corpus: Path, tmp_path: Path) -> None:
+    """Whoever comes second is told so, and writes nothing; a sweep goes on with its other runs."""
+    config = small(corpus, training__steps=3)
+    folder = tmp_path / config.key
+    folder.mkdir()
+    with records.held(folder):
+        with pytest.raises(ValueError, match="is being made by another process"):
+            run(config, folder)
+        other = config.with_options({"training.seed": 1})
+        outcomes = run_sweep([config, other], tmp_path, device="cpu")
+    assert [outcome.status for outcome in outcomes] == ["failed", "finished"]
+    assert not list(folder.iterdir())
+    assert run(config, folder).status == "finished"
 
 
 def test_weights_that_were_not_kept_cannot_be_had_later(corpus: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,33 @@ from .config import DEFAULTS, RunConfig
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
 CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep all others off a run until the end, of this process at the latest.
+
+    Raises ValueError if it is held already. Does nothing where there are no such locks.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"the run in {folder} is being made by another process: wait for it, or give "
+                "another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -225,9 +225,23 @@ def train(
 
     ``workers`` runs are made on the device at a time, this one among them: the record says so.
     A loss that is no longer finite ends the run with the status "diverged". What else goes wrong
-    is raised, after the status "failed" is written.
+    is raised, after the status "failed" is written. A run that another process is making is left
+    to it, with a ValueError.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    with records.held(folder):
+        return _make(config, folder, device, corpus, show, scalars, workers)
+
+
+def _make(
+    config: RunConfig,
+    folder: Path,
+    device: torch.device,
+    corpus: Corpus | None,
+    show: Show,
+    scalars: ScalarWriter | None,
+    workers: int,
+) -> records.Run:
     if records.status_of(folder) in ("finished", "diverged"):
         made = records.read_run(folder)
         kept = (folder / records.WEIGHTS).exists()
