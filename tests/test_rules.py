@@ -207,6 +207,14 @@ def test_weights_that_are_no_parameters() -> None:
     assert names(attention_grids(tower)) == ["blocks.1.qk", "blocks.1.vo"]
 
 
+def test_flattened_weights() -> None:
+    """As a wrapper leaves them that keeps all parameters of a module in one."""
+    tower = Tower()
+    linear = next(m for m in tower.blocks[1].modules() if isinstance(m, nn.Linear))
+    linear.weight = nn.Parameter(linear.weight.detach().flatten())
+    assert "is no matrix: find grids before a wrapper flattens" in str(reasons(tower)["blocks.1"])
+
+
 def test_a_linear_with_a_forward_of_its_own() -> None:
     class Rounded(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -312,4 +312,9 @@ def _weight(module: nn.Module, path: str, bias: str | None = None, inputs: bool 
         param, offset = found, None if bias is None else _at(module, bias)
     if not isinstance(param, Tensor):
         raise ValueError(f"the weight of {path} is computed from other parameters")
+    if param.dim() != 2:
+        raise ValueError(
+            f"the weight of {path} has shape {tuple(param.shape)} and is no matrix: find grids "
+            "before a wrapper flattens parameters"
+        )
     return _Weight(path, param, 1 - axis if inputs else axis, None if inputs else offset)
