@@ -21,7 +21,7 @@ from .linalg import identity_like, squared_norm, trace
 
 # Singular values below this share of the Frobenius norm count for less and less: in float32 a Gram
 # matrix knows little of them, and must stay positive with its rounding.
-_SMALLEST = 2.0**-8
+SMALLEST = 2.0**-8
 # Steepest for p = ∞ in each factor's part of a vector alone, measured in each of its products.
 WHITENED = "whitened"
 # Where each factor's part goes alone, one of less than this share of its side's norm may be the
@@ -55,7 +55,7 @@ def by_products(p: float) -> bool:
     return p in (1, 2, math.inf)
 
 
-def inverse_root(gram: Tensor, scale: Tensor, smallest: float = _SMALLEST) -> Tensor:
+def inverse_root(gram: Tensor, scale: Tensor, smallest: float = SMALLEST) -> Tensor:
     """``(gram + ridge)^(-1/2)`` of symmetric (..., r, r), eigenvalues in [0, scale], by products.
 
     The ridge is the square of ``smallest`` times ``scale`` (...). Newton–Schulz steps, each scaled
@@ -107,7 +107,7 @@ class Roots(NamedTuple):
     inverse: Tensor
 
 
-def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = _SMALLEST) -> Roots:
+def roots(gram: Tensor, whole: Tensor | None = None, smallest: float = SMALLEST) -> Roots:
     """Of symmetric (..., r, r) with eigenvalues from 0 on.
 
     ``whole`` (...) is the square norm of a vector that the Gram matrix is of a part of, and was

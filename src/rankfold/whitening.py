@@ -16,13 +16,11 @@ from torch import Tensor
 
 from . import linalg, tall
 from .linalg import squared_norm_weighted, trace
-from .schatten import SMALLEST_PART, inverse_root, least_square
+from .schatten import SMALLEST, SMALLEST_PART, inverse_root, least_square
 
-# Singular values below this share of the Frobenius norm are raised by as much as one that has it,
-# and a second pass raises what the first one has left of them; there all are at most 1.
-_SMALLEST = 2.0**-8
+# `SMALLEST` in a second pass over what a first one has raised, where all are at most 1.
 _SMALLEST_RAISED = 2.0**-4
-# Of roots of a matrix with eigenvalues from `_SMALLEST` to 1: beside these its ridge is nothing.
+# Of roots of a matrix with eigenvalues from `SMALLEST` to 1: beside these its ridge is nothing.
 _SMALLEST_OF_ROOTS = 2.0**-12
 # Rows below this share of the largest are raised by as much as one that has it.
 _SMALLEST_ROW = 2.0**-8
@@ -38,7 +36,7 @@ class Manner(NamedTuple):
     balance: float = 0.0
 
 
-class Whitening(NamedTuple):
+class Direction(NamedTuple):
     """Rows (batch, I, m, r), C (batch, I, r, r) and the squares ‖rows_i C_i‖² (batch, I).
 
     ``rows`` times C is the direction.
@@ -51,7 +49,7 @@ class Whitening(NamedTuple):
 
 def whiten(
     x: Tensor, turn: Tensor | None, partners: int, manner: Manner, share: Tensor | None = None
-) -> Whitening:
+) -> Direction:
     """The direction of each X_i = ``x turn``, (batch, I, m, r) times (batch, 1, r, r), or ``x``.
 
     X_i is what a factor's part does to all of its products side by side, so that their root mean
@@ -61,7 +59,7 @@ def whiten(
     """
     if not manner.balance:
         made, squares = _even(x, turn, partners, manner, share)
-        return Whitening(x, made if turn is None else turn @ made, squares)
+        return Direction(x, made if turn is None else turn @ made, squares)
     x = x if turn is None else tall.turn(x, turn)
     weights = _row_weights(x, manner.balance)
     x = x * weights
@@ -69,7 +67,7 @@ def whiten(
     x = x * weights
     longer = squared_norm_weighted(made, tall.gram(x))
     ratio = squares / longer.clamp_min(least_square(longer))
-    return Whitening(x, ratio.sqrt()[..., None, None] * made, squares)
+    return Direction(x, ratio.sqrt()[..., None, None] * made, squares)
 
 
 def _even(
@@ -85,7 +83,7 @@ def _even(
     own = trace(gram)
     least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * manner.floor**2)
     scale = own.clamp_min(least_square(own))
-    first = inverse_root(gram, scale, _SMALLEST)
+    first = inverse_root(gram, scale)
     raised = tall.turned_gram(x, first if turn is None else turn @ first)
     second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
     square = partners * (own / least).clamp_max(1)
@@ -93,7 +91,7 @@ def _even(
         square = square * share[:, None].square()
     length = squared_norm_weighted(second, raised)
     if manner.tilt:
-        second = second @ _power(first * (_SMALLEST * scale.sqrt())[..., None, None], manner.tilt)
+        second = second @ _power(first * (SMALLEST * scale.sqrt())[..., None, None], manner.tilt)
         tilted = squared_norm_weighted(second, raised)
         square = square * length / tilted.clamp_min(least_square(tilted))
         length = tilted
@@ -101,8 +99,8 @@ def _even(
 
 
 def _power(x: Tensor, power: float) -> Tensor:
-    """Symmetric ``x`` (..., r, r), eigenvalues about `_SMALLEST` to 1, to one of `TILTS`."""
-    scale = torch.full_like(x[..., 0, 0], 1 + 2 * _SMALLEST**2)
+    """Symmetric ``x`` (..., r, r), eigenvalues about `SMALLEST` to 1, to one of `TILTS`."""
+    scale = torch.full_like(x[..., 0, 0], 1 + 2 * SMALLEST**2)
     while power < 1:
         x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS))
         power *= 2

@@ -25,7 +25,7 @@ from .. import linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from ..together import both
-from ..whitening import Manner, Whitening, whiten
+from ..whitening import Direction, Manner, whiten
 from . import decay
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 
@@ -142,7 +142,7 @@ class FixedQuotient(Geometry):
         turns = schatten.directions(grams, p, floor)
         sides = zip(_partnered(frame, whole), turns, grams, strict=True)
         found = [
-            Whitening(x, c.lower[:, None] @ turn, linalg.squared_norm_weighted(turn, gram))
+            Direction(x, c.lower[:, None] @ turn, linalg.squared_norm_weighted(turn, gram))
             for (x, c), turn, gram in sides
         ]
         return self._along(frame, coords, found)
@@ -160,7 +160,7 @@ class FixedQuotient(Geometry):
         return self._along(frame, coords, found)
 
     def _along(
-        self, frame: GramFrame, coords: WeighedTangent, found: list[Whitening]
+        self, frame: GramFrame, coords: WeighedTangent, found: list[Direction]
     ) -> WeighedTangent:
         """The vector whose Ξ_A L_B and Ξ_B L_A are these directions."""
         partners = frame.right, frame.left
