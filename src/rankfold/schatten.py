@@ -144,9 +144,9 @@ def _powers(grams: list[Tensor], p: float) -> list[Tensor]:
     sound = torch.stack([trace(g @ g).isfinite() for g in grams]).all(0)[..., None, None]
     found = [torch.linalg.eigh(torch.where(sound, g, 0)) for g in grams]
     # Relative to the largest one, of which any power is 1: near p = 1 those of all others vanish.
-    most = torch.stack([v[..., -1] for v, _ in found]).amax(0)
-    most = most.clamp_min(least_square(most))[..., None]
-    values = [(v / most).clamp_min(torch.finfo(v.dtype).eps ** 2) for v, _ in found]
+    values = [v.clamp_min(torch.finfo(v.dtype).eps ** 2) for v, _ in found]
+    most = torch.stack([v[..., -1] for v in values]).amax(0)[..., None]
+    values = [v / most for v in values]
     norm = torch.stack([(v ** (q / 2)).sum(-1) for v in values]).sum(0) ** ((q - 1) / q)
     length = most.sqrt() * norm[..., None]
     powers = (
