@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from . import tall
+from .diagnostics import overlaps
 from .factors import Grid, describe
 from .geometries import GEOMETRIES, Pair, geometry_for, is_isometry, scale
 from .groups import Owner
-from .linalg import frobenius, skew
 from .precision import exact_arithmetic
 from .schatten import WHITENED, by_products, exponent
 from .stacks import Plan, itself
@@ -68,22 +68,24 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"damping must be finite and not negative, got {damping}")
     if trust is not None and not 0 < trust <= 1:
         raise ValueError(f"trust_region must be None or in (0, 1], got {trust}")
-    if damping and options["geometry"] in GEOMETRIES and is_isometry(options["geometry"]):
-        raise ValueError(
-            f"damping is for products that start at zero, and {options['geometry']} has none: "
-            "its factors are orthonormal"
-        )
     rank_floor = options["rank_floor"]
     if not 0 <= rank_floor < 1:
         raise ValueError(f"rank_floor must be in [0, 1), got {rank_floor}")
     if rank_floor and options["geometry"] != "fixed-embedded":
-        raise ValueError("rank_floor is an option of fixed-embedded alone; see damping for others")
+        raise ValueError(
+            "rank_floor is an option of fixed-embedded alone; fixed-quotient has damping"
+        )
     for option, known in (("gradient_repair", REPAIRS), ("on_nonfinite", ON_NONFINITE)):
         if options[option] not in known:
             raise ValueError(f"{option} must be one of {known}, got {options[option]!r}")
     if options["geometry"] not in GEOMETRIES:
         raise ValueError(
             f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
+        )
+    if damping and is_isometry(options["geometry"]):
+        raise ValueError(
+            f"damping is for products that start at zero, and {options['geometry']} has none: "
+            "its factors are orthonormal"
         )
     _check_normalization(options)
     check_momentum(options)
@@ -350,17 +352,8 @@ def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isomet
     For such a loss, Σ A_iᵀG_Ai equals (Σ B_jᵀG_Bj)ᵀ, or at least their skew parts do, which is
     all that isometry geometries need.
     """
-    left = (point.left.mT @ grad.left).sum(1)
-    right = (point.right.mT @ grad.right).sum(1).mT
-    if isometry:
-        left, right = skew(left), skew(right)
-    size = frobenius(left) + frobenius(right)
-    rounding = sum(
-        frobenius(p.flatten(1, 2)) * frobenius(g.flatten(1, 2)) / math.sqrt(p.shape[1] * p.shape[2])
-        for p, g in zip(point, grad, strict=True)
-    )
-    difference = frobenius(left - right)
-    far_off = (difference > _INCONSISTENT * size) & (difference > _ROUNDING * rounding)
+    difference, size, unrelated = overlaps(point, grad, isometry)
+    far_off = (difference > _INCONSISTENT * size) & (difference > _ROUNDING * unrelated)
     found = [m for m, flag in zip(members, far_off.tolist(), strict=True) if flag]
     if found:
         shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

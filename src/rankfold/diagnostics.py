@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -112,22 +112,32 @@ def _factor_numbers(geometry: Geometry, point: Pair) -> dict[str, Tensor]:
     return found
 
 
-def disagreement(point: Pair, vector: Pair, isometry: bool) -> Tensor:
-    """How far ΣA_iᵀX_Ai is from (ΣB_jᵀX_Bj)ᵀ, as a share of their sizes, (batch,).
+class Overlaps(NamedTuple):
+    """Norms (batch,): of ΣA_iᵀX_Ai − (ΣB_jᵀX_Bj)ᵀ, of both added up, and of unrelated vectors'."""
 
-    Isometries need the skew parts alone to agree.
-    """
+    difference: Tensor
+    size: Tensor
+    unrelated: Tensor
+
+
+def overlaps(point: Pair, vector: Pair, isometry: bool) -> Overlaps:
+    """How far both sides of a vector agree on what they share; for isometries the skew parts."""
     left = (point.left.mT @ vector.left).sum(1)
     right = (point.right.mT @ vector.right).sum(1).mT
     if isometry:
         left, right = skew(left), skew(right)
     unrelated = [
-        (squared_norm(p, 3) * squared_norm(x, 3)).sqrt() / math.sqrt(p.shape[1] * p.shape[2])
+        squared_norm(p, 3).sqrt() * squared_norm(x, 3).sqrt() / math.sqrt(p.shape[1] * p.shape[2])
         for p, x in zip(point, vector, strict=True)
     ]
-    floor = _OVERLAP_FLOOR * (unrelated[0] + unrelated[1])
-    size = torch.maximum(frobenius(left) + frobenius(right), floor)
-    return _share(frobenius(left - right), size)
+    size = frobenius(left) + frobenius(right)
+    return Overlaps(frobenius(left - right), size, unrelated[0] + unrelated[1])
+
+
+def disagreement(point: Pair, vector: Pair, isometry: bool) -> Tensor:
+    """The difference of the `overlaps` as a share of their sizes, (batch,)."""
+    found = overlaps(point, vector, isometry)
+    return _share(found.difference, torch.maximum(found.size, _OVERLAP_FLOOR * found.unrelated))
 
 
 def _momentum_numbers(

@@ -109,7 +109,7 @@ def _power(x: Tensor, power: float) -> Tensor:
 
 def _row_weights(x: Tensor, balance: float) -> Tensor:
     """What to multiply rows of ``x`` (..., m, r) by, (..., m, 1): 1 for the largest row."""
-    squares = x.square().sum(-1, keepdim=True)
-    largest = squares.amax(-2, keepdim=True)
-    share = squares / largest.clamp_min(least_square(largest))
-    return (share + _SMALLEST_ROW**2) ** (-balance / 2)
+    sizes: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    largest = sizes.amax(-2, keepdim=True)
+    share = sizes / largest.clamp_min(linalg.least_norm(x.dtype))
+    return (share.square() + _SMALLEST_ROW**2) ** (-balance / 2)
