@@ -41,7 +41,7 @@ class Beyond(Reference):
     ) -> None:
         super().__init__(*args, **options)
         self.weight_decay, self.decay_to = weight_decay, decay_to
-        self.heavy = momentum_form == "heavy-ball"
+        self.heavy, self.unit = momentum_form == "heavy-ball", momentum_form == "unit-smoothing"
         self.beta, self.bias_correction = second_moment, bias_correction
         self.growth = growth
         self.squares: list[float] = []
@@ -80,6 +80,9 @@ class Beyond(Reference):
                 kind = self.metric(gradient, gradient).sqrt()
             self.squares.append(float(kind) ** 2)
         self.taken += 1
+        if self.unit:
+            length = float(self.metric(gradient, gradient).sqrt())
+            gradient = gradient / max(length, self.norm_floor)
         if self.heavy:
             fresh = -self.rate * gradient / self.size(gradient)
             self.M = nu * self.M + fresh

@@ -40,10 +40,11 @@ class Heads(nn.Module):
     def loss(self) -> float:
         return self.losses().sum().item()
 
-    def backward(self) -> float:
+    def backward(self, times: float = 1.0) -> float:
+        """Gradients, so many times as long."""
         self.zero_grad()
         loss = self.losses().sum()
-        loss.backward()
+        (times * loss).backward()
         return loss.item()
 
     def run(self, optimizer: RiemannianSGD, steps: int) -> list[float]:

@@ -136,6 +136,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "schatten-inf": {"normalize": "schatten-inf"},
     "second-moment": {"momentum": 0.9, "second_moment": 0.9, "bias_correction": True},
     "heavy-ball": {"momentum": 0.6, "momentum_form": "heavy-ball", "nesterov": True},
+    "unit": {"momentum": 0.6, "momentum_form": "unit-smoothing", "nesterov": True},
     "maximize": {"momentum": 0.9, "maximize": True},
     "trust-region": {"normalize": None, "trust_region": 0.05},
 }

@@ -44,6 +44,7 @@ def test_no_compilation_after_the_second_step(geometry: str, kind: str) -> None:
         ("isometry-canonical", {"scale_lr": 0.1}),
         ("fixed-quotient", {"normalize": "whitened", "nesterov": True}),
         ("fixed-embedded", {"normalize": "schatten-inf"}),
+        ("fixed-quotient", {"momentum_form": "unit-smoothing", "normalize": "whitened"}),
     ],
 )
 @pytest.mark.usefixtures("as_on_a_device")

@@ -183,6 +183,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"bias_correction": True, "momentum": 0.5, "momentum_form": "heavy-ball"},
         ("bias_correction is for momentum_form='smoothing'",),
     ),
+    (
+        {"second_moment": 0.9, "momentum": 0.5, "momentum_form": "unit-smoothing"},
+        ("second_moment", "unit-smoothing", "choose one of the two"),
+    ),
     *(
         ({"second_moment": beta}, ("second_moment must be in [0, 1)", f"got {beta}"))
         for beta in (-0.1, 1.0, math.nan)

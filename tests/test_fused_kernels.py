@@ -353,16 +353,18 @@ def test_steps_above_the_rank_of_fused_kernels(
 
 
 @in_kernels
-@pytest.mark.parametrize(("tilt", "balance"), [(0.0, 0.0), (0.25, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"tilt": 0.25, "row_balance": 0.5, "momentum_form": "unit-smoothing"}, {"tilt": 1.0}],
+)
 @pytest.mark.parametrize("grid", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
 def test_whitened_steps(
-    name: str, grid: tuple[int, int], tilt: float, balance: float, monkeypatch: pytest.MonkeyPatch
+    name: str, grid: tuple[int, int], told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against float64."""
     geometry = geometry_for(name, *grid)
-    told = {"normalize": "whitened", "tilt": tilt, "row_balance": balance}
-    opts = options(geometry.retractions[0], 0.1, **told)
+    opts = options(geometry.retractions[0], 0.1, normalize="whitened", **told)
     point, grad, held = (
         Pair(randn(2, grid[0], 30, 5, seed=seed), randn(2, grid[1], 24, 5, seed=seed + 1))
         for seed in (71, 73, 75)

@@ -81,3 +81,10 @@ def test_a_row_that_is_not_of_its_run_is_refused(script: ModuleType) -> None:
     row = {"run": "mha-muon-s0-0", "model.kv_heads": "8", "optimizer.name": "muon"}
     with pytest.raises(ValueError, match="mha-muon-s0-0 is not the run of its options"):
         script.config_of({**row, "steps": "1000", "seed": "0"})
+
+
+def test_docs_name_every_method() -> None:
+    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    start = text.index("`--methods` takes some of")
+    named = text[start : text.index("`--models` takes", start)]
+    assert [name for name in METHODS if f"`{name}`" not in named] == []

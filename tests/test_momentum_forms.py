@@ -1,7 +1,8 @@
-"""Heavy balls, bias correction and second moments, against the dense reference and alone."""
+"""All forms of momentum, against the dense reference and alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "heavy": {"momentum_form": "heavy-ball"},
     "heavy, ahead": {"momentum_form": "heavy-ball", "nesterov": True},
     "heavy, second": {"momentum_form": "heavy-ball", "second_moment": 0.75},
+    "unit": {"momentum_form": "unit-smoothing"},
+    "unit, ahead": {"momentum_form": "unit-smoothing", "nesterov": True},
     "second": {"second_moment": 0.75},
     "adam": {"second_moment": 0.75, "bias_correction": True},
     "nadam": {"second_moment": 0.75, "bias_correction": True, "nesterov": True},
@@ -56,6 +59,14 @@ def test_without_a_norm(geometry: str, shape: str) -> None:
     check(chosen, momentum_form="heavy-ball")
     check(chosen, bias_correction=True)
     check(chosen, bias_correction=True, nesterov=True)
+    for corrected, ahead in ((False, False), (True, False), (True, True)):
+        for each in (chosen, replace(chosen, normalize="metric")):
+            check(
+                each,
+                momentum_form="unit-smoothing",
+                bias_correction=corrected,
+                nesterov=ahead,
+            )
 
 
 @every_geometry
@@ -150,6 +161,47 @@ def test_a_heavy_ball_on_steepest_directions(geometry: str, lefts: int) -> None:
     torch.testing.assert_close(second, first / 2, rtol=0, atol=1e-4 * first.abs().max().item())
 
 
+# Unit gradients ----------------------------------------------------------------------------------
+
+
+@every_geometry
+@pytest.mark.parametrize("normalize", ["metric", "whitened", None])
+def test_how_long_gradients_are_makes_no_difference(geometry: str, normalize: str | None) -> None:
+    """Each by another factor: a mean of the gradients themselves would be that of the longest."""
+    models = []
+    for factors in ((1, 1, 1), (8, 2**-6, 2**10)):
+        model = Heads(torch.float64)
+        optimizer = RiemannianSGD(
+            [model.grid()],
+            0.01,
+            geometry=geometry,
+            momentum=0.75,
+            momentum_form="unit-smoothing",
+            nesterov=True,
+            normalize=normalize,
+        )
+        for factor in factors:
+            model.backward(factor)
+            optimizer.step()
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@every_geometry
+def test_a_gradient_of_zero_stays_one(geometry: str) -> None:
+    model = Heads(torch.float64)
+    optimizer = RiemannianSGD(
+        [model.grid()], 0.01, geometry=geometry, momentum=0.5, momentum_form="unit-smoothing"
+    )
+    model.backward(0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert optimizer.counts() == {}
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(new.detach(), old, rtol=0, atol=1e-14)
+
+
 # Steps -------------------------------------------------------------------------------------------
 
 
@@ -179,8 +231,9 @@ def test_diagnostics_see_the_step_that_was_made(geometry: str, momentum: float) 
         start = Toy(torch.float64).products()[0]
         moved = (model.products()[0] - start).norm().item()
         ahead = 1 + momentum if options.get("nesterov") else 1.0
-        smoothed = "momentum_form" not in options and "bias_correction" not in options
-        expected = 1e-3 * (1 - momentum if smoothed else ahead if "momentum_form" in options else 1)
+        heavy, unit = (options.get("momentum_form") == f for f in ("heavy-ball", "unit-smoothing"))
+        smoothed = not (heavy or unit or "bias_correction" in options)
+        expected = 1e-3 * (1 - momentum if smoothed else ahead if heavy else 1)
         assert numbers["step_metric_norm"] == pytest.approx(expected, rel=1e-9)
         if "embedded" in geometry:
             assert moved == pytest.approx(expected, rel=1e-2)
@@ -209,7 +262,13 @@ def test_nothing_is_factored_or_asked_for(
 
 
 @pytest.mark.parametrize(
-    "told", [{"bias_correction": True}, {"momentum_form": "heavy-ball"}, {"nesterov": True}]
+    "told",
+    [
+        {"bias_correction": True},
+        {"momentum_form": "heavy-ball"},
+        {"momentum_form": "unit-smoothing"},
+        {"nesterov": True},
+    ],
 )
 def test_a_momentum_set_to_zero_later_is_refused_where_others_need_it(told: dict[str, Any]) -> None:
     a, b = (nn.Parameter(torch.randn(m, 2)) for m in (5, 4))

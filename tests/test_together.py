@@ -140,6 +140,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9},
     "nesterov": {"momentum": 0.9, "nesterov": True, "normalize": "whitened"},
     "heavy-ball": {"momentum": 0.9, "momentum_form": "heavy-ball"},
+    "unit": {"momentum": 0.9, "momentum_form": "unit-smoothing", "normalize": "whitened"},
     "steepest": {"momentum": 0.9, "normalize": "schatten-inf"},
     "decay": {"momentum": 0.9, "weight_decay": 0.1},
 }

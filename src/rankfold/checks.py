@@ -29,7 +29,7 @@ NUMBERS = (
 NUMBERS_OR_NONE = ("scale_lr", "trust_region")
 NORMALIZATIONS = ("metric", "spectral", None)
 REPAIRS = ("none", "average", "exact")
-MOMENTUM_FORMS = ("smoothing", "heavy-ball")
+MOMENTUM_FORMS = ("smoothing", "unit-smoothing", "heavy-ball")
 ON_NONFINITE = ("skip", "raise")
 
 # Largest spectral norm of UᵀU − I that counts as orthonormal; one step repairs what is below it.
@@ -147,7 +147,7 @@ def check_momentum(options: Mapping[str, Any]) -> None:
         for option, needs in (
             ("nesterov=True", options["nesterov"]),
             ("bias_correction=True", options["bias_correction"]),
-            ("momentum_form='heavy-ball'", form == "heavy-ball"),
+            (f"momentum_form={form!r}", form != "smoothing"),
         ):
             if needs:
                 raise ValueError(f"{option} needs a momentum above 0")
@@ -155,6 +155,11 @@ def check_momentum(options: Mapping[str, Any]) -> None:
         raise ValueError(
             "bias_correction is for momentum_form='smoothing': a heavy ball is the last step, "
             "and no mean of gradients"
+        )
+    if beta and form == "unit-smoothing":
+        raise ValueError(
+            "second_moment divides by the running size of gradients, which "
+            "momentum_form='unit-smoothing' has taken out already: choose one of the two"
         )
     if not 0 <= beta < 1:
         raise ValueError(f"second_moment must be in [0, 1), got {beta}")

@@ -47,8 +47,9 @@ class RiemannianSGD(StatefulOptimizer):
         geometry: ``"fixed-embedded"``, ``"fixed-quotient"``, ``"isometry-embedded"``,
             ``"isometry-quotient"`` or ``"isometry-canonical"``.
         momentum: ν in [0, 1); the momentum is ν·(transported momentum) + (1 − ν)·gradient.
-        momentum_form: ``"smoothing"`` is that. ``"heavy-ball"`` keeps the last step itself, and a
-            step is ν·(transported last step) − η·gradient; ``normalize`` is then of the gradient.
+        momentum_form: ``"smoothing"`` is that. ``"unit-smoothing"`` takes in gradients over their
+            metric norms: all count alike. ``"heavy-ball"`` keeps the last step itself, and a step
+            is ν·(transported last step) − η·gradient; ``normalize`` is then of the gradient.
         nesterov: look ahead, and step along ν·momentum + (1 − ν)·gradient instead of the momentum;
             with a heavy ball along ν·(step) − η·gradient, while the step is kept.
         bias_correction: divide the momentum by the sum 1 − ν^t of the weights in it. Steps that are

@@ -92,15 +92,15 @@ def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
 
 
 def _smoothing(given: _Given) -> Course:
-    """ν times the momentum plus 1 − ν times the gradient."""
+    """ν times the momentum plus 1 − ν times the gradient, or the gradient over its norm."""
     geometry, frame, grad, momentum, running, options, scale = given
     nu, repair = options.momentum, options.gradient_repair
     if momentum is None:
-        tangent = geometry.gradient(frame, grad, repair)
+        tangent = ahead = geometry.gradient(frame, grad, repair)
     else:
-        tangent = geometry.mix(frame, grad, momentum, nu, repair)
-    look_ahead = momentum is not None and options.nesterov
-    ahead = geometry.mix(frame, grad, tangent, nu, repair) if look_ahead else tangent
+        taking_in = _unit_taken_in if options.momentum_form == "unit-smoothing" else _taken_in
+        tangent, ahead = taking_in(given, momentum)
+    look_ahead = ahead is not tangent
     coords = geometry.coordinates(frame, ahead)
     direction = geometry.direction(frame, coords, options)
     weight = running.weight if running is not None and options.bias_correction else None
@@ -113,13 +113,37 @@ def _smoothing(given: _Given) -> Course:
     if options.second_moment:
         if momentum is not None:
             coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
-        norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
+        norm = _norm(geometry, frame, coords, options.normalize)
+        norm, running = _mean_norm(norm, running, options)
         scale = scale / norm.clamp_min(options.norm_floor)
     elif options.normalize is not None:
-        norm = _norm(geometry, frame, coords, options)
+        norm = _norm(geometry, frame, coords, options.normalize)
         norm = norm if weight is None else norm / weight
         scale = scale / norm.clamp_min(options.norm_floor)
     return Course(direction, scale, tangent, ahead is tangent, running, None)
+
+
+def _taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Pair]:
+    """The momentum with a gradient taken in, and what a step goes along: that, or a look ahead."""
+    geometry, frame, grad, options = given.geometry, given.frame, given.grad, given.options
+    nu, repair = options.momentum, options.gradient_repair
+    tangent = geometry.mix(frame, grad, momentum, nu, repair)
+    return tangent, geometry.mix(frame, grad, tangent, nu, repair) if options.nesterov else tangent
+
+
+def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Pair]:
+    """The same with a gradient of length one."""
+    geometry, frame, options = given.geometry, given.frame, given.options
+    fresh = geometry.gradient(frame, given.grad, options.gradient_repair)
+    norm = _norm(geometry, frame, geometry.coordinates(frame, fresh), "metric")
+    share = (1 - options.momentum) / norm.clamp_min(options.norm_floor)
+    tangent = _added(options.momentum, geometry.arrive(frame, momentum), share, fresh)
+    return tangent, _added(options.momentum, tangent, share, fresh) if options.nesterov else tangent
+
+
+def _added(nu: float, old: Pair, scale: Tensor, new: Pair) -> Pair:
+    """ν ``old`` + ``scale`` ``new``, with a scale (batch,)."""
+    return Pair(*(tall.step(nu * x, y, scale) for x, y in zip(old, new, strict=True)))
 
 
 def _heavy_ball(given: _Given) -> Course:
@@ -135,23 +159,19 @@ def _heavy_ball(given: _Given) -> Course:
             pairs = zip(geometry.vector(frame, found), grad, strict=True)
             fresh = Pair(*(x.view_as(like) for x, like in pairs))
         else:
-            norm = _norm(geometry, frame, coords, options)
+            norm = _norm(geometry, frame, coords, options.normalize)
             if options.second_moment:
                 norm, running = _mean_norm(norm, running, options)
             scale = scale / norm.clamp_min(options.norm_floor)
 
-    def after(step: Pair) -> Pair:
-        pairs = zip(step, fresh, strict=True)
-        return Pair(*(tall.step(nu * old, new, scale) for old, new in pairs))
-
-    step = after(geometry.arrive(frame, momentum))
-    ahead = after(step) if options.nesterov else step
+    step = _added(nu, geometry.arrive(frame, momentum), scale, fresh)
+    ahead = _added(nu, step, scale, fresh) if options.nesterov else step
     direction = geometry.coordinates(frame, ahead)
     return Course(direction, torch.ones_like(scale), step, ahead is step, running, None)
 
 
-def _norm(geometry: Geometry, frame: Any, coords: Any, options: StepOptions) -> Tensor:
-    norm = geometry.norm(frame, coords, options.normalize or "metric")
+def _norm(geometry: Geometry, frame: Any, coords: Any, kind: str | None) -> Tensor:
+    norm = geometry.norm(frame, coords, kind or "metric")
     # A finite gradient whose norm overflows would pass as a step of length zero.
     return torch.where(norm.isinf(), torch.nan, norm)
 

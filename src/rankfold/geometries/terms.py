@@ -90,7 +90,7 @@ class StepOptions:
     def bounded(self) -> bool:
         """Whether no step is longer than the learning rate."""
         divided = self.normalize is not None and not self.second_moment
-        return divided and self.momentum_form == "smoothing"
+        return divided and self.momentum_form != "heavy-ball"
 
     @property
     def reach(self) -> float | None:

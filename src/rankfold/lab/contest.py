@@ -71,22 +71,23 @@ def _whitened(geometry: str) -> Method:
     return Method(geometry, "ours", options, {"paper": -7, "tiny": -5})
 
 
-def _growing(method: Method) -> Method:
-    """With steps that grow with the root of a product's size, as Muon's on factors do."""
-    options = {**method.options, "optimizer.growth": 0.5}
-    return replace(method, name=f"{method.name}-growing", options=options)
-
-
-def _tilted(method: Method, kind: str) -> Method:
-    """With steps that go past singular values and rows of one size."""
-    options = {**method.options, "optimizer.tilt": 0.25, "optimizer.row_balance": 0.5}
-    return replace(method, name=f"{method.name}-tilted", kind=kind, options=options)
+def _changed(method: Method, suffix: str, kind: str, **options: Any) -> Method:
+    """Another entry, with these options of the optimizer besides."""
+    named = {f"optimizer.{name}": value for name, value in options.items()}
+    return replace(
+        method, name=f"{method.name}-{suffix}", kind=kind, options={**method.options, **named}
+    )
 
 
 def _metric(geometry: str) -> Method:
     options = {"optimizer.name": geometry, "optimizer.normalize": "metric"}
     return Method(f"{geometry}-metric", "reference", options, {"paper": -6, "tiny": -4})
 
+
+# Steps that grow with the root of a product's size, as Muon's on factors do, and that go past
+# singular values and rows of one size.
+_GROWTH = 0.5
+_TILTED = {"tilt": 0.25, "row_balance": 0.5}
 
 # In the order in which they are run.
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -95,9 +96,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         for method in (
             _rival("muon", "muon", paper=-8, tiny=-5),
             _whitened("fixed-quotient"),
-            _growing(_whitened("fixed-quotient")),
-            _tilted(_growing(_whitened("fixed-quotient")), "ours"),
-            _tilted(_rival("muon", "muon", paper=-8, tiny=-5), "pair"),
+            _changed(_whitened("fixed-quotient"), "growing", "ours", growth=_GROWTH),
+            _changed(
+                _whitened("fixed-quotient"),
+                "tilted",
+                "ours",
+                growth=_GROWTH,
+                momentum_form="unit-smoothing",
+                **_TILTED,
+            ),
+            _changed(_rival("muon", "muon", paper=-8, tiny=-5), "tilted", "pair", **_TILTED),
             _rival("adamw", "adamw", paper=-13, tiny=-8),
             _rival("whitened", "pair", paper=-7, tiny=-5),
             _rival("dion", "muon", paper=-8, tiny=-5),

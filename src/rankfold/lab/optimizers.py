@@ -119,7 +119,7 @@ class Riemannian:
             grid.sides = _sides(grid, config)
         self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
-        bounded = bounded and config.momentum_form == "smoothing" and not config.second_moment
+        bounded = bounded and config.momentum_form != "heavy-ball" and not config.second_moment
         p = exponent(config.normalize)
         longest = config.lr * max(1.0, config.vo_rate * max(1.0, config.output_rate))
         recordable = p is None or by_products(p)
