@@ -146,7 +146,8 @@ def plans(optimizer: RiemannianSGD, parts: Parts) -> int:
 @pytest.mark.parametrize("option", OTHER)
 def test_groups_that_differ_in_another_option_do_not(option: str) -> None:
     geometry, value, options = OTHER[option]
-    race = Race(RATES, geometry=geometry, **options)
+    rates = [torch.tensor(rate) for rate in RATES] if option == "capturable" else RATES
+    race = Race(rates, geometry=geometry, **options)
     race.step(0)
     assert planned(race.one) == 1
     for group in (race.one.param_groups[1], race.several[1].param_groups[0]):

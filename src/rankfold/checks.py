@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
@@ -37,11 +38,34 @@ _ORTHONORMAL = 1e-3
 _ORTHONORMAL_ROUNDED = 2e-2
 # A right pair of gradients disagrees by rounding alone; a wrong axis makes them unrelated.
 _INCONSISTENT = 0.3
+# Names this much alike: "momentun" is meant, "max_momentum" is a scheduler's.
+_TYPING_ERROR = 0.85
 _ROUNDING = 0.03
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise if an option is out of range or not known."""
+    check_choices(options)
+    for option in ("lr", "scale_lr"):
+        rate = options[option]
+        if rate is not None and not (math.isfinite(float(rate)) and float(rate) >= 0):
+            raise ValueError(f"{option} must be finite and not negative, got {rate}")
+
+
+def check_names(group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Raise for a name in a group that is almost that of an option, and would not be heard.
+
+    Others are not ours to judge: schedulers keep numbers of their own in groups.
+    """
+    options = list(options)
+    for name in group:
+        near = get_close_matches(name, options, n=1, cutoff=_TYPING_ERROR)
+        if name not in options and near:
+            raise ValueError(f"a parameter group has no option {name!r}; did you mean {near[0]!r}?")
+
+
+def check_choices(options: Mapping[str, Any]) -> None:
+    """The same but for the values of learning rates, which may lie on a device."""
     for option in (*NUMBERS, *NUMBERS_OR_NONE):
         value = options[option]
         if not isinstance(value, Real | Tensor) and (option in NUMBERS or value is not None):
@@ -49,8 +73,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     lr, momentum, floor = options["lr"], options["momentum"], options["norm_floor"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"a tensor lr must have one element, got shape {tuple(lr.shape)}")
-    if not (math.isfinite(float(lr)) and float(lr) >= 0):
-        raise ValueError(f"lr must be finite and not negative, got {lr}")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     if not (math.isfinite(floor) and floor > 0):
@@ -88,7 +110,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             "its factors are orthonormal"
         )
     _check_normalization(options)
-    check_momentum(options)
+    _check_momentum(options)
     _check_scale(options)
     _check_growth(options)
     _check_manner(options)
@@ -132,14 +154,11 @@ def _check_scale(options: Mapping[str, Any]) -> None:
         )
     if isinstance(rate, Tensor) and rate.dim() > 0:
         raise ValueError(f"a tensor scale_lr must be 0-dim, got shape {tuple(rate.shape)}")
-    if not (math.isfinite(float(rate)) and float(rate) >= 0):
-        raise ValueError(f"scale_lr must be finite and not negative, got {rate}")
     if options["capturable"] and not isinstance(rate, Tensor):
         raise ValueError("capturable=True needs scale_lr as a 0-dim tensor, like lr")
 
 
-def check_momentum(options: Mapping[str, Any]) -> None:
-    """Raise if other options want a momentum that is not there; a schedule may have set it to 0."""
+def _check_momentum(options: Mapping[str, Any]) -> None:
     form, beta = options["momentum_form"], options["second_moment"]
     if form not in MOMENTUM_FORMS:
         raise ValueError(f"momentum_form must be one of {MOMENTUM_FORMS}, got {form!r}")

@@ -16,6 +16,7 @@ from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
 from .geometries import geometry_for, is_isometry, scale
 from .groups import (
+    Changes,
     Group,
     JointPlan,
     Owner,
@@ -172,9 +173,12 @@ class RiemannianSGD(StatefulOptimizer):
         self._looked_at: set[str] = set()
         self._counted: dict[str, Counter[str]] = {}
         self._recorded: list[Measured] | None = None
+        self._changes = Changes(vars(self).get("param_groups", []), _SHARED)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # of a version that had fewer options
+            group.update({name: self.defaults[name] for name in _SHARED if name not in group})
         self._recording = vars(self).get("_recording", False)  # not there yet in an unpickled one
         self._reset_caches()
 
@@ -182,6 +186,7 @@ class RiemannianSGD(StatefulOptimizer):
         """Add a group ``{"grids": [...], **options}``; options left out take the defaults."""
         grids = as_grid_list(param_group)
         options = {**self.defaults, **param_group}
+        checks.check_names(param_group, ["lr", *_SHARED])
         checks.check_options(options)
         names = name_grids(grids, [n for g in self.param_groups for n in g["grid_names"]])
         labelled = list(zip(names, grids, strict=True))
@@ -201,6 +206,7 @@ class RiemannianSGD(StatefulOptimizer):
         if is_isometry(options["geometry"]):
             checks.require_orthonormal(Plan(present), options["scale_lr"] is not None)
         super().add_param_group(group)
+        self._changes.add(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -219,6 +225,7 @@ class RiemannianSGD(StatefulOptimizer):
     # Kept out of compiled code, which cannot follow global settings, and must run within them.
     @uncompiled_itself
     def _step_all(self) -> None:
+        self._check_changes()
         ready = [
             (self.param_groups[together[0]], joint)
             for together in alike(self.param_groups, _SHARED)
@@ -261,9 +268,15 @@ class RiemannianSGD(StatefulOptimizer):
         return self._plans[key]
 
     @uncompiled
+    def _check_changes(self) -> None:
+        for before, group in self._changes.since(self.param_groups):
+            checks.check_choices(group)
+            if before["geometry"] != group["geometry"]:
+                self._looked_at.clear()
+
+    @uncompiled
     def _look(self, group: Group, joint: JointPlan) -> None:
         """All looks at values, before anything is changed: one on the first step of each member."""
-        checks.check_momentum(group)
         for owner in joint.owners:
             checks.check_rate(self.param_groups[owner.group], owner)
         plan = joint.plan

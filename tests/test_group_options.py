@@ -1,0 +1,85 @@
+"""Options of parameter groups that are misspelt, or written into them later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankfold import Grid, RiemannianSGD
+
+from .heads import Heads
+
+LATER: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"normalize": "frobenius"}, "normalize must be"),
+    "range": ({"momentum": 1.5}, r"momentum must be in \[0, 1\)"),
+    "together": ({"tilt": 0.25}, "tilt is of whitened steps"),
+    "geometry": ({"geometry": "fixed"}, "unknown geometry 'fixed'"),
+    "kind": ({"growth": "half"}, "growth must be a number"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_options_written_later_are_checked(case: str, loaded: bool) -> None:
+    later, message = LATER[case]
+    model = Heads()
+    optimizer = RiemannianSGD([model.grid()], 0.1, geometry="fixed-quotient", momentum=0.5)
+    model.backward()
+    optimizer.step()
+    if loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0].update(later)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):  # nor does asking again help
+        with pytest.raises((TypeError, ValueError), match=message):
+            optimizer.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_geometry_set_later_looks_at_the_factors() -> None:
+    a, b = (nn.Parameter(torch.randn(m, 2)) for m in (5, 4))
+    optimizer = RiemannianSGD(Grid(a, b), 0.1, geometry="fixed-quotient")
+    for p in (a, b):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["geometry"] = "isometry-quotient"
+    with pytest.raises(ValueError, match="orthonormal"):
+        optimizer.step()
+
+
+def test_a_schedule_of_momentum_goes_on() -> None:
+    model = Heads()
+    optimizer = RiemannianSGD([model.grid()], 0.1, geometry="fixed-quotient", momentum=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+    momenta = set()
+    for _ in range(6):
+        model.backward()
+        optimizer.step()
+        momenta.add(optimizer.param_groups[0]["momentum"])
+        schedule.step()
+    assert len(momenta) > 3
+
+
+def test_a_misspelt_option_of_a_group() -> None:
+    grid = Heads().grid()
+    for name, meant in (("momentun", "momentum"), ("normalise", "normalize")):
+        with pytest.raises(ValueError, match=f"no option '{name}'; did you mean '{meant}'"):
+            RiemannianSGD([{"grids": [grid], name: 0.5}], 0.1, geometry="fixed-quotient")
+    kept = RiemannianSGD([{"grids": [grid], "max_momentum": 1}], 0.1, geometry="fixed-quotient")
+    assert kept.param_groups[0]["max_momentum"] == 1
+
+
+def test_a_state_from_before_an_option_was_there() -> None:
+    model = Heads()
+    optimizer = RiemannianSGD([model.grid()], 0.1, geometry="fixed-quotient", momentum=0.5)
+    model.run(optimizer, 1)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["tilt"]
+    optimizer.load_state_dict(state)
+    model.run(optimizer, 1)
+    assert optimizer.param_groups[0]["tilt"] == 0
