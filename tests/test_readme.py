@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,18 @@ def test_the_examples_about_models_run(
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor) -> float:
     return (model(x) - x.flip(1)).square().mean().item()
+
+
+def test_the_table_has_every_option() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("| option | what it does |") : readme.index("## When things")]
+    named = {
+        name
+        for row in table.splitlines()[2:]
+        for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")
+    }
+    options = inspect.signature(rankfold.RiemannianSGD).parameters.keys()
+    assert named == options - {"grids", "lr", "geometry"}
 
 
 def test_ci_calls_the_readme_command() -> None:

@@ -163,7 +163,6 @@ def _heavy_ball(given: _Given) -> Course:
             if options.second_moment:
                 norm, running = _mean_norm(norm, running, options)
             scale = scale / norm.clamp_min(options.norm_floor)
-
     step = _added(nu, geometry.arrive(frame, momentum), scale, fresh)
     ahead = _added(nu, step, scale, fresh) if options.nesterov else step
     direction = geometry.coordinates(frame, ahead)
