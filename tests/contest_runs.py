@@ -1,11 +1,14 @@
-"""Contests whose runs take no time: their losses are made up."""
+"""Contests whose runs take no time, since their losses are made up; and the scripts beside them."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rankfold.lab import records
@@ -97,3 +100,15 @@ def bowl(
 
 
 CENTRES = {name: method.centres["tiny"] for name, method in METHODS.items()}
+
+
+def contest_script(name: str) -> ModuleType:
+    """A script of benchmarks/contest, as a module."""
+    path = Path(__file__).parents[1] / "benchmarks" / "contest" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for the words in their annotations
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -11,18 +10,14 @@ import pytest
 from rankfold.lab.contest import METHODS, Cell, Contest, Losses
 from rankfold.lab.tuning import Setting
 
+from .contest_runs import contest_script
+
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    path = ROOT / "benchmarks" / "contest" / "restore.py"
-    spec = importlib.util.spec_from_file_location("restore", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return contest_script("restore")
 
 
 @pytest.fixture(scope="module")
