@@ -38,9 +38,9 @@ _ORTHONORMAL = 1e-3
 _ORTHONORMAL_ROUNDED = 2e-2
 # A right pair of gradients disagrees by rounding alone; a wrong axis makes them unrelated.
 _INCONSISTENT = 0.3
+_ROUNDING = 0.03
 # Names this much alike: "momentun" is meant, "max_momentum" is a scheduler's.
 _TYPING_ERROR = 0.85
-_ROUNDING = 0.03
 
 
 def check_options(options: Mapping[str, Any]) -> None:
