@@ -17,6 +17,7 @@ LATER: dict[str, tuple[dict[str, Any], str]] = {
     "range": ({"momentum": 1.5}, r"momentum must be in \[0, 1\)"),
     "together": ({"tilt": 0.25}, "tilt is of whitened steps"),
     "geometry": ({"geometry": "fixed"}, "unknown geometry 'fixed'"),
+    "retraction": ({"retraction": "qr"}, "fixed-quotient has no retraction 'qr'"),
     "kind": ({"growth": "half"}, "growth must be a number"),
 }
 
@@ -51,6 +52,46 @@ def test_a_geometry_set_later_looks_at_the_factors() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("fixed-quotient", "fixed-embedded"), ("isometry-embedded", "isometry-quotient")],
+)
+def test_a_geometry_set_later_begins_without_momentum(first: str, then: str) -> None:
+    """That of another geometry is in other coordinates."""
+    model = Heads(torch.float64)
+    common: dict[str, Any] = {"momentum": 0.5, "bias_correction": True}
+    optimizer = RiemannianSGD([model.grid()], 0.01, geometry=first, **common)
+    model.run(optimizer, 3)
+    other = Heads(torch.float64)
+    other.load_state_dict(model.state_dict())
+    for group in optimizer.param_groups:
+        group["geometry"] = then
+    model.run(optimizer, 2)
+    other.run(RiemannianSGD([other.grid()], 0.01, geometry=then, **common), 2)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_what_one_group_is_refused_does_not_pass_for_another() -> None:
+    """The first group's new geometry is still new once the second one's option is mended."""
+    models = [Heads(torch.float64, seed=seed) for seed in (0, 1)]
+    groups = [{"grids": [Grid(model.a, model.b, groups=4)]} for model in models]
+    optimizer = RiemannianSGD(groups, 0.01, geometry="fixed-quotient", momentum=0.5)
+    for model in models:
+        model.backward()
+    optimizer.step()
+    first, second = optimizer.param_groups
+    first["geometry"], second["momentum"] = "fixed-embedded", 2.0
+    with pytest.raises(ValueError, match="momentum must be"):
+        optimizer.step()
+    second["momentum"] = 0.5
+    for model in models:
+        model.zero_grad(set_to_none=False)
+    before = models[0].a.detach().clone()
+    optimizer.step()  # no gradient, and no momentum any more
+    torch.testing.assert_close(models[0].a.detach(), before, rtol=0, atol=1e-13)
+
+
 def test_a_schedule_of_momentum_goes_on() -> None:
     model = Heads()
     optimizer = RiemannianSGD([model.grid()], 0.1, geometry="fixed-quotient", momentum=0.5)
@@ -71,15 +112,3 @@ def test_a_misspelt_option_of_a_group() -> None:
             RiemannianSGD([{"grids": [grid], name: 0.5}], 0.1, geometry="fixed-quotient")
     kept = RiemannianSGD([{"grids": [grid], "max_momentum": 1}], 0.1, geometry="fixed-quotient")
     assert kept.param_groups[0]["max_momentum"] == 1
-
-
-def test_a_state_from_before_an_option_was_there() -> None:
-    model = Heads()
-    optimizer = RiemannianSGD([model.grid()], 0.1, geometry="fixed-quotient", momentum=0.5)
-    model.run(optimizer, 1)
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        del group["tilt"]
-    optimizer.load_state_dict(state)
-    model.run(optimizer, 1)
-    assert optimizer.param_groups[0]["tilt"] == 0

@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ from rankfold.defaults import is_value_output
 from rankfold.factors import Grid
 from rankfold.geometries import Pair
 from rankfold.lab import optimizers
-from rankfold.lab.config import OptimizerConfig, RunConfig, preset
+from rankfold.lab.config import RunConfig, preset
 from rankfold.lab.contest import MODELS, SETUPS, TUNING_SEED, Losses
 from rankfold.lab.muon import Whitened
 from rankfold.lab.sweep import run_sweep
-from rankfold.linalg import cholesky_pair
+from rankfold.linalg import Cholesky, cholesky_pair
 from rankfold.schatten import inverse_root
 from rankfold.stacks import Buffers, itself
 from rankfold.whitening import Manner, whiten
@@ -120,8 +121,8 @@ class Looked(Whitened):
         there = (here and look.side != "right", here and look.side != "left")
         self.manners = [Manner(_FLOOR, look.tilt * on, look.balance * on) for on in there]
         sides = [side for stack in self.plan.stacks for side in stack.read(self.momenta)]
-        self.smoothed = [torch.zeros_like(x) for x in sides]
-        self.squares = [torch.zeros_like(x[..., :1]) for x in sides]
+        self.smoothed = [torch.zeros_like(x) for x in sides if look.after]
+        self.squares = [torch.zeros_like(x[..., :1]) for x in sides if look.running]
         self.weight = torch.zeros_like(sides[0][0, 0, 0, 0])
         self.gradients: Buffers = {}
 
@@ -149,8 +150,7 @@ class Looked(Whitened):
             if self.look.unit == "factor":
                 norms = [torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True) for x in sides]
             else:
-                a, b = (tall.gram(x.flatten(1, 2)) for x in stack.read(weights))
-                of_a, of_b = cholesky_pair(a, b, damping=0.0)
+                of_a, of_b = _factored(stack.read(weights))
                 roots = (of_b.inverse.mT, of_a.inverse.mT)
                 parts = [x @ root[:, None] for x, root in zip(sides, roots, strict=True)]
                 squares = sum(x.square().sum((1, 2, 3), keepdim=True) for x in parts)
@@ -164,9 +164,7 @@ class Looked(Whitened):
             self.weight.lerp_(torch.ones_like(self.weight), 1 - self.look.running)
         for stack in self.plan.stacks:
             a, b = stack.read(weights)
-            of_a, of_b = cholesky_pair(
-                tall.gram(a.flatten(1, 2)), tall.gram(b.flatten(1, 2)), damping=0.0
-            )
+            of_a, of_b = _factored(Pair(a, b))
             core = of_a.lower.mT @ of_b.lower / (a.shape[1] * b.shape[1]) ** 0.5
             sides = list(stack.read(moved))
             own = list(stack.read(self.gradients)) if self.gradients else None
@@ -213,6 +211,12 @@ class Looked(Whitened):
         return direction
 
 
+def _factored(point: Pair) -> tuple[Cholesky, Cholesky]:
+    """Of the Gram matrices of both sides, their blocks below each other."""
+    a, b = (tall.gram(x.flatten(1, 2)) for x in point)
+    return cholesky_pair(a, b, damping=0.0)
+
+
 def _whitened(x: Tensor, partners: int, manner: Manner) -> Tensor:
     rows, turn, _ = whiten(x, None, partners, manner)
     return tall.turn(rows, turn)
@@ -225,20 +229,8 @@ def _norm(x: Tensor) -> Tensor:
 
 def use(look: Look) -> None:
     """Runs of the laboratory's "whitened" go by this look from here on."""
-
-    def made(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Looked:
-        lr = torch.tensor(config.lr, device=grids[0].params()[0].device) if graph else config.lr
-        return Looked(
-            look,
-            grids,
-            lr,
-            momentum=look.momentum,
-            weight_decay=0.0,
-            masters=config.masters,
-            sides=(config.output_rate, 1.0) if is_value_output(grids[0]) else (1.0, 1.0),
-        )
-
-    optimizers._RIVALS["whitened"] = made
+    kind = partial(Looked, look)
+    optimizers._RIVALS["whitened"] = partial(optimizers._muon_kind, kind)
 
 
 def config_of(model: str, look: Look, steps: int, seed: int) -> RunConfig:

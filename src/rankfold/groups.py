@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -93,34 +93,6 @@ def alike(groups: Sequence[Group], options: Sequence[str]) -> list[list[int]]:
         )
         found.setdefault(key, []).append(index)
     return list(found.values())
-
-
-class Changes:
-    """What is written into groups after they were made, by schedules for one.
-
-    Learning rates are none of ``options``: they change at every step.
-    """
-
-    def __init__(self, groups: Sequence[Group], options: Sequence[str]) -> None:
-        self._options = options
-        self._seen: list[Group] = []
-        for group in groups:
-            self.add(group)
-
-    def add(self, group: Group) -> None:
-        """One more."""
-        self._seen.append(self._of(group))
-
-    def since(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
-        """Options as they were and groups as they are, where the two differ; once for each."""
-        for index, group in enumerate(groups):
-            before, now = self._seen[index], self._of(group)
-            if before != now:
-                yield before, group
-                self._seen[index] = now  # what was refused is refused again
-
-    def _of(self, group: Group) -> Group:
-        return {name: group[name] for name in self._options}
 
 
 class Rate(NamedTuple):

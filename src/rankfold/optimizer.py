@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, option_checks
+from .checking import Checking
 from .diagnostics import Measured, by_member, measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
 from .geometries import geometry_for, is_isometry, scale
 from .groups import (
-    Changes,
     Group,
     JointPlan,
     Owner,
@@ -170,15 +170,12 @@ class RiemannianSGD(StatefulOptimizer):
 
     def _reset_caches(self) -> None:
         self._plans: dict[tuple[object, ...], list[JointPlan]] = {}
-        self._looked_at: set[str] = set()
         self._counted: dict[str, Counter[str]] = {}
         self._recorded: list[Measured] | None = None
-        self._changes = Changes(vars(self).get("param_groups", []), _SHARED)
+        self._checking = Checking(_SHARED)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # of a version that had fewer options
-            group.update({name: self.defaults[name] for name in _SHARED if name not in group})
         self._recording = vars(self).get("_recording", False)  # not there yet in an unpickled one
         self._reset_caches()
 
@@ -186,14 +183,15 @@ class RiemannianSGD(StatefulOptimizer):
         """Add a group ``{"grids": [...], **options}``; options left out take the defaults."""
         grids = as_grid_list(param_group)
         options = {**self.defaults, **param_group}
-        checks.check_names(param_group, ["lr", *_SHARED])
-        checks.check_options(options)
+        option_checks.check_names(param_group, ["lr", *_SHARED])
+        option_checks.check_options(options)
         names = name_grids(grids, [n for g in self.param_groups for n in g["grid_names"]])
         labelled = list(zip(names, grids, strict=True))
         taken = {id(p) for other in self.param_groups for p in other["params"]}
         for name, grid in labelled:
-            checks.check_rate(options, Owner.of(0, grid))
-            checks.check_grid(name, grid, options, taken)
+            option_checks.check_rate(options, Owner.of(0, grid))
+            option_checks.check_retraction(name, grid, options)
+            checks.check_grid(name, grid, taken)
         require_disjoint(
             (f"grid {name!r}: {side}[{k}]", factor)
             for name, grid in labelled
@@ -206,7 +204,6 @@ class RiemannianSGD(StatefulOptimizer):
         if is_isometry(options["geometry"]):
             checks.require_orthonormal(Plan(present), options["scale_lr"] is not None)
         super().add_param_group(group)
-        self._changes.add(self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,7 +222,8 @@ class RiemannianSGD(StatefulOptimizer):
     # Kept out of compiled code, which cannot follow global settings, and must run within them.
     @uncompiled_itself
     def _step_all(self) -> None:
-        self._check_changes()
+        for group in self._checking.changed_geometries(self.param_groups):
+            self._forget(group)  # momenta are in the coordinates of a geometry
         ready = [
             (self.param_groups[together[0]], joint)
             for together in alike(self.param_groups, _SHARED)
@@ -235,7 +233,7 @@ class RiemannianSGD(StatefulOptimizer):
             self._recorded = []
         with exact_arithmetic(kind for _, joint in ready for kind in joint.plan.device_types):
             for group, joint in ready:
-                self._look(group, joint)
+                self._checking.look(self.param_groups, group, joint)
             for group in self.param_groups:
                 self._forget_unused(group)
             for group, joint in ready:
@@ -266,39 +264,6 @@ class RiemannianSGD(StatefulOptimizer):
             plans = plans_for([(name, grid) for _, name, grid in active])
             self._plans[key] = [JointPlan(plan, owner_of) for plan in plans]
         return self._plans[key]
-
-    @uncompiled
-    def _check_changes(self) -> None:
-        for before, group in self._changes.since(self.param_groups):
-            checks.check_choices(group)
-            if before["geometry"] != group["geometry"]:
-                self._looked_at.clear()
-
-    @uncompiled
-    def _look(self, group: Group, joint: JointPlan) -> None:
-        """All looks at values, before anything is changed: one on the first step of each member."""
-        for owner in joint.owners:
-            checks.check_rate(self.param_groups[owner.group], owner)
-        plan = joint.plan
-        if group["on_nonfinite"] == "raise":
-            for mover in movers(plan, {"grad": grad_of}):
-                for stack, at in chunks(mover):
-                    checks.require_finite(stack.members[at], mover.read("grad", stack, at))
-        fresh = [s for s in plan.stacks if not self._looked_at.issuperset(s.members)]
-        if not fresh:
-            return
-        isometry = is_isometry(group["geometry"])
-        if isometry:
-            checks.require_orthonormal(plan, group["scale_lr"] is not None)
-        for mover in movers(plan, {"weight": itself, "grad": grad_of}, fresh):
-            for stack, at in chunks(mover):
-                names, point = stack.members[at], mover.read("weight", stack, at)
-                if not (isometry or group["damping"]):
-                    checks.check_full_rank(names, point)
-                grad = mover.read("grad", stack, at)
-                checks.warn_if_inconsistent(names, point, grad, isometry)
-        for stack in fresh:
-            self._looked_at.update(stack.members)
 
     def _update(
         self,

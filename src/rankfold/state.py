@@ -47,23 +47,25 @@ class StatefulOptimizer(Optimizer):
 
     def reset_momentum(self) -> None:
         """Forget all momentum, and running means: the hard reset, where the past misleads."""
-        for state in self.state.values():
-            for key in [k for k in state if k == "momentum" or k.startswith(_RUNNING)]:
-                del state[key]
+        for group in self.param_groups:
+            self._forget(group)
+
+    def _forget(self, group: dict[str, Any], momentum: bool = True, running: bool = True) -> None:
+        """Let go of momenta, and of running numbers."""
+        for param in group["params"]:
+            state = self.state.get(param, {})
+            if momentum:
+                state.pop("momentum", None)
+            if running:
+                for key in [key for key in state if key.startswith(_RUNNING)]:
+                    del state[key]
 
     @uncompiled
     def _forget_unused(self, group: dict[str, Any]) -> None:
         """Let go of momenta and numbers that a group no longer asks for."""
         momentum, running = group["momentum"] > 0, _has_running(group)
-        if momentum and running:
-            return
-        for param in group["params"]:
-            state = self.state.get(param, {})
-            if not momentum:
-                state.pop("momentum", None)
-            if not running:
-                for key in [key for key in state if key.startswith(_RUNNING)]:
-                    del state[key]
+        if not (momentum and running):
+            self._forget(group, not momentum, not running)
 
     @uncompiled
     def _running_of(self, group: dict[str, Any], plan: Plan) -> dict[int, RunningNumbers]:

@@ -86,7 +86,7 @@ def plot(
 def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
     """Root mean square of the singular values of a member's products, (batch,)."""
     core = geometry.core(frame)
-    assert core is not None  # checks.check_options
+    assert core is not None  # option_checks.check_choices
     products = factors.left.shape[1] * factors.right.shape[1]
     return linalg.typical_value(core) / math.sqrt(products)
 
@@ -149,7 +149,7 @@ def _added(nu: float, old: Pair, scale: Tensor, new: Pair) -> Pair:
 def _heavy_ball(given: _Given) -> Course:
     """ν times the last step plus a normalized step along the gradient."""
     geometry, frame, grad, momentum, running, options, scale = given
-    assert momentum is not None  # checks.check_options
+    assert momentum is not None  # option_checks.check_choices
     nu = options.momentum
     fresh = geometry.gradient(frame, grad, options.gradient_repair)
     if options.normalize is not None:

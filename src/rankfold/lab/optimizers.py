@@ -274,7 +274,7 @@ def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepp
 
 
 def _muon_kind(
-    kind: type[Muon], grids: Sequence[Grid], config: OptimizerConfig, graph: bool
+    kind: Callable[..., Muon], grids: Sequence[Grid], config: OptimizerConfig, graph: bool
 ) -> Muon:
     manner = Manner(config.norm_floor, config.tilt, config.row_balance)
     further = {"rank": config.dion_rank} if kind is Dion else {"manner": manner}
