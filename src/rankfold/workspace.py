@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from .eager import constant_when_compiled
+
 _WORKSPACE_BYTES = 2**30
 """What the tall tensors of a step may take at once; a stack of more members goes in chunks."""
 _OF_FACTORS = 3
@@ -29,6 +31,7 @@ def chunks(members: int, size: int, device: torch.device, momentum: bool) -> lis
     return [slice(k, min(k + run, members)) for k in range(0, members, run)]
 
 
+@constant_when_compiled
 def _room(device: torch.device, factors: int) -> int:
     """Bytes that a step on a stack of so many bytes of factors may take."""
     if device.type != "cuda":

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..eager import constant_when_compiled
+
 if TYPE_CHECKING:
     from . import frames as frames
     from . import moving as moving
@@ -38,6 +40,7 @@ def serve(*tensors: Tensor) -> bool:
     return fit and available(tensors[0].device)
 
 
+@constant_when_compiled
 def available(device: torch.device) -> bool:
     """Whether kernels run on a device: switched on, with Triton, on a GPU with room for them."""
     return enabled and device.type == "cuda" and _importable() and _has_room(device)

@@ -232,7 +232,8 @@ def _schedule(factors: int, m: int, rows: int, programs: int = _PROGRAMS) -> tup
 
 def _shape(shapes: tuple[Shape, Shape], size: int) -> Shape:
     """That for matrices of this padded rank, and no more columns than these have."""
-    shape = shapes[size > 64]
+    small, large = shapes
+    shape = large if size > 64 else small
     return shape._replace(columns=min(size, shape.columns))
 
 
