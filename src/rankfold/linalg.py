@@ -173,7 +173,8 @@ def squared_norm(x: Tensor, dims: int) -> Tensor:
 
 def frobenius(x: Tensor) -> Tensor:
     """Frobenius norm of each ``(..., rows, columns)``."""
-    return squared_norm(x, 2).sqrt()
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return norms
 
 
 def typical_value(x: Tensor) -> Tensor:
@@ -221,11 +222,12 @@ def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tup
         triangle, turn, gram = kernels.frames.finish(lower, inverse_lower, gram, lifted)
     elif not damping:
         root, inverse_root = root_near_identity(gram)
-        done = lifted[..., None, None]
+        finished = root.mT @ triangle, turn @ inverse_root.mT, identity_like(gram).expand_as(gram)
         # A lifted basis is short on purpose; a second pass would stretch its noise to length one.
-        triangle = torch.where(done, triangle, root.mT @ triangle)
-        turn = torch.where(done, turn, turn @ inverse_root.mT)
-        gram = torch.where(done, gram, identity_like(gram))
+        triangle, turn, gram = (
+            tall.choose(~lifted, new, old)
+            for new, old in zip(finished, (triangle, turn, gram), strict=True)
+        )
     return halves(Frame(triangle, turn, gram, lifted))
 
 
@@ -275,12 +277,12 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
         if settled is not None:
             stays, new = settled[..., None, None], (left, left_inverse, right, pulled)
             left, left_inverse, right, pulled = map(torch.where, (stays,) * 4, old, new)
-        # How far Y right moved; the first of these means nothing, and the last two count.
-        moved.append(((right - old[2]) * (pulled - old[3])).sum((-2, -1)).clamp_min(0).sqrt())
         if tall.can_ask(core):
             settled = _is_settled(left_inverse, old[1], right, xx, yy)
             if settled.all():
                 return RankCore(left, right, left_inverse, ~settled)
+        # How far Y right moved; the first of these means nothing, and the last two count.
+        moved.append(((right - old[2]) * (pulled - old[3])).sum((-2, -1)).clamp_min(0).sqrt())
     return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
-from ..together import both
+from ..together import as_one, both, halves
 from ..whitening import whiten
 from . import decay
 from .base import Landing, Pair, StepOptions, flatten_blocks
@@ -84,13 +84,14 @@ class FixedEmbedded(EmbeddedGeometry):
                 _rounding(a.dtype),
             )
         else:
-            inner_a, k_left, xx = _split(c[0], one)
-            inner_b, k_right, yy = _split(c[1], other)
+            split = _split(c, frame)
+            (inner_a, inner_b), (k_left, k_right), (xx, yy) = map(halves, split)
             k = (k_left + k_right.mT) / 2
             square = squared_length(k, xx, yy)
             hidden = _hidden(square, c)
-            xx, yy = (x + hidden * linalg.identity_like(x) for x in (xx, yy))
-            square = square + 2 * k.shape[-1] * hidden[:, 0, 0]
+            for x in (xx, yy):
+                x.diagonal(dim1=-2, dim2=-1).add_(hidden[:, None])
+            square = square + 2 * k.shape[-1] * hidden
         left = Side(a, t_a, one.inverse, other.inverse, inner_a, one.gram)
         right = Side(b, t_b, other.inverse, one.inverse, inner_b, other.gram)
         return TangentXKY(left, right, k, xx, yy, square)
@@ -144,10 +145,9 @@ class FixedEmbedded(EmbeddedGeometry):
         if svd and kernels.serve_small(coords.k):
             return self._retract_in_one(frame, coords, scale, options)
         g = tall.per_member(scale, coords.k)
-        r_a, r_b = frame.left.triangle, frame.right.triangle
-        eye = linalg.identity_like(r_a)
-        old = self.core(frame)
-        core = old + g * coords.k
+        r_a, r_b = self.triangles(frame)
+        old, moved = self.core(frame), g * coords.k
+        core = old + moved
         decayed = decay.core_change(old, options) if options.weight_decay else None
         if decayed is not None:
             core = core + decayed
@@ -156,39 +156,38 @@ class FixedEmbedded(EmbeddedGeometry):
         if options.retraction == "svd":
             xx, yy = g * g * coords.xx, g * g * coords.yy
             p, f, q, unconverged = linalg.best_rank_core(core, xx, yy, before)
-            moved = g * coords.k + yy @ f
         else:
-            p, moved, q = core, g * coords.k, linalg.inverse(core, before)
+            p, q = core, linalg.inverse(core, before)
             f = q.mT
         # The new column spaces are those of U + γX Q and V + γY F, orthonormal after Z_A and Z_B.
         # Between them stands the new core: P Z_B for the best approximation, P Z_B⁻ᵀ for the
         # orthographic one, each with Z_A⁻¹ in front. Its change is built from small terms: as a
-        # difference, rounding would swallow a small step.
-        turn_a, grow_a = _orthonormalizer(g * q, coords.xx)
-        turn_b, grow_b = _orthonormalizer(g * f, coords.yy)
-        grown, inner = grow_a @ p, turn_b if options.retraction == "svd" else grow_b.mT
-        change = moved + grown + (p + grown) @ inner
+        # difference, rounding would swallow a small step. From here on both sides go as one.
+        squares, onto = as_one(coords.xx, coords.yy), torch.cat((g, g)) * as_one(q, f)
+        weighed = squares @ onto
+        turn, grow = _orthonormalizer(onto, weighed)
+        (_, turn_b), (grow_a, grow_b) = halves(turn), halves(grow)
+        grown, inner = grow_a @ p, grow_b.mT
+        if options.retraction == "svd":
+            moved, inner = moved + g * halves(weighed)[1], turn_b
+        change = tall.add_product(moved + grown, p + grown, inner)
         if decayed is not None:
             change = change + decayed
         if options.rank_floor:
             change = change + _raise(old + change, options.rank_floor)
         delta = frame.left.inverse @ change @ frame.right.inverse.mT
         share, guess, long = linalg.half_share(delta)
-        rest = (delta - share) @ linalg.inverse(eye + share, guess)
-        left_change, right_change = r_a @ rest, r_b @ share.mT
-        # After a long step, bring the ratio of the factors' sizes back to what it was.
-        ratio = _stretch(r_b, r_b + right_change) / _stretch(r_a, r_a + left_change)
-        ratio = tall.per_member(torch.where(long, ratio.sqrt(), 1), delta)
-        left_change = left_change + (ratio - 1) * (r_a + left_change)
-        right_change = right_change + (1 / ratio - 1) * (r_b + right_change)
-        left_change = left_change + turn_a @ (r_a + left_change)
-        right_change = right_change + turn_b @ (r_b + right_change)
-        u, v = r_a + left_change, r_b + right_change
-        new = NewCoefficients(u, v, x=g * (q @ u), y=g * (f @ v))
-        alive = _norm(new.u, new.x, coords.xx) + _norm(new.v, new.y, coords.yy) <= options.largest
-        left, right = coords.move((left_change, right_change), (new.x, new.y), alive)
+        rest = _rest(delta, share, guess)
+        triangles, changes = as_one(r_a, r_b), as_one(r_a @ rest, r_b @ share.mT)
+        if not tall.can_ask(long) or long.any():
+            changes = _balanced(triangles, changes, long)
+        changes = tall.add_product(changes, turn, triangles + changes)
+        u = triangles + changes
+        x = onto @ u
+        alive = torch.add(*halves(_norm(u, x, squares))) <= options.largest
+        left, right = coords.move(halves(changes), halves(x), alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
-        return Landing(point, new, alive, unconverged)
+        return Landing(point, NewCoefficients(*halves(u), *halves(x)), alive, unconverged)
 
     def _retract_in_one(
         self, frame: PairFrame, coords: TangentXKY, scale: Tensor, options: StepOptions
@@ -226,17 +225,23 @@ def _flat(pair: Pair) -> Pair:
     return Pair(flatten_blocks(pair.left), flatten_blocks(pair.right))
 
 
-def _split(c: TurnedGrams, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-    """From AᵀC and CᵀC: what of U to take from C to leave X, UᵀC, and XᵀX; all (batch, r, r).
+def _split(c: tuple[TurnedGrams, TurnedGrams], frame: PairFrame) -> tuple[Tensor, Tensor, Tensor]:
+    """From AᵀC and CᵀC: what of U to take from C to leave X, UᵀC, and XᵀX.
 
-    XᵀX comes as a difference of Gram matrices, of which rounding leaves ε‖C‖². C is no longer than
-    the whole vector, so that this is beyond the precision of any step; `_hidden` has the exception.
+    Each (2·batch, r, r), of both sides as one. XᵀX comes as a difference of Gram matrices, of
+    which rounding leaves ε‖C‖². C is no longer than the whole vector, so that this is beyond the
+    precision of any step; `_hidden` has the exception.
     """
-    overlap = frame.inverse.mT @ c.cross
-    # A basis that is short in places has to be projected away from twice.
-    inner = tall.add_product(overlap, frame.gram, overlap, 2.0, -1.0)
-    within = inner.mT @ tall.add_product(overlap, frame.gram, inner, 2.0, -1.0)
-    return inner, overlap, c.square - linalg.sym(within)
+    left, right = frame.left, frame.right
+    overlap = as_one(left.inverse, right.inverse).mT @ as_one(c[0].cross, c[1].cross)
+    inner = twice = overlap
+    short = left.lifted | right.lifted
+    if not tall.can_ask(short) or frame.damping or short.any():
+        # A basis that is short in places has to be projected away from twice.
+        gram = as_one(left.gram, right.gram)
+        inner = tall.add_product(overlap, gram, overlap, 2.0, -1.0)
+        twice = tall.add_product(overlap, gram, inner, 2.0, -1.0)
+    return inner, overlap, as_one(c[0].square, c[1].square) - linalg.sym(inner.mT @ twice)
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -245,15 +250,14 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _hidden(square: Tensor, c: tuple[TurnedGrams, TurnedGrams]) -> Tensor:
-    """What rounding may hide in XᵀX and YᵀY, to be added to their eigenvalues, (batch, 1, 1).
+    """What rounding may hide in XᵀX and YᵀY, to be added to their eigenvalues, (batch,).
 
     Gradients of a loss that sees the factors themselves disagree on K. Their mean may be nothing
     beside what both have, and then so is the vector. With this on top its length is none that
     rounding has made, and both matrices stay positive: a step is shorter, not longer without bound.
     """
     whole = linalg.trace(c[0].square) + linalg.trace(c[1].square)
-    hidden = torch.where(square < _LITTLE * whole, _rounding(whole.dtype) * whole, 0)
-    return hidden[:, None, None]
+    return torch.where(square < _LITTLE * whole, _rounding(whole.dtype) * whole, 0)
 
 
 def _norm(u: Tensor, x: Tensor, xx: Tensor) -> Tensor:
@@ -266,14 +270,32 @@ def _raise(core: Tensor, floor: float) -> Tensor:
     return core @ polar.raise_small_values(core, floor * linalg.typical_value(core))
 
 
-def _orthonormalizer(coefficient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Z − I and Z⁻¹ − I for Z that makes U + X coefficient orthonormal, gram = XᵀX, all r×r."""
-    eye = linalg.identity_like(gram)
-    gram = tall.add_product(eye, coefficient.mT, gram @ coefficient)
-    root, inverse_root = linalg.root_near_identity(gram)
+def _orthonormalizer(onto: Tensor, weighed: Tensor) -> tuple[Tensor, Tensor]:
+    """Z − I and Z⁻¹ − I for Z that makes U + X onto orthonormal, weighed = XᵀX onto, all r×r."""
+    eye = linalg.identity_like(onto)
+    root, inverse_root = linalg.root_near_identity(tall.add_product(eye, onto.mT, weighed))
     return inverse_root.mT - eye, root.mT - eye
 
 
-def _stretch(old: Tensor, new: Tensor) -> Tensor:
-    """‖new‖ / ‖old‖ of (batch, r, r)."""
-    return linalg.frobenius(new) / linalg.frobenius(old)
+def _rest(delta: Tensor, share: Tensor, guess: Tensor) -> Tensor:
+    """(Δ − H)(I + H)⁻¹ (batch, r, r), of Δ, and H and a guess of the inverse by `half_share`."""
+    if not tall.can_ask(delta):
+        return (delta - share) @ linalg.inverse(linalg.identity_like(delta) + share, guess)
+    # It is Δ − H less itself times H, and equals H up to Δ⁴, so that for small Δ this is it.
+    found = tall.add_product(delta - share, share, share, alpha=-1.0)
+    near = linalg.squared_norm(delta, 2).square() < 4 * torch.finfo(delta.dtype).eps
+    if near.all():
+        return found
+    far = (delta - share) @ linalg.inverse(linalg.identity_like(delta) + share, guess)
+    return torch.where(near[:, None, None], found, far)
+
+
+def _balanced(triangles: Tensor, changes: Tensor, long: Tensor) -> Tensor:
+    """Changes of both sides (2·batch, r, r) that leave the ratio of the factors' sizes.
+
+    After a ``long`` step (batch,) alone; others keep theirs.
+    """
+    changed = triangles + changes
+    left, right = halves(linalg.frobenius(changed) / linalg.frobenius(triangles))
+    ratio = torch.where(long, (right / left).sqrt(), 1)
+    return changes + tall.per_member(torch.cat((ratio, 1 / ratio)) - 1, changed) * changed
