@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rankfold
 from rankfold import Factor, Grid, linalg, polar, stacks, tall
-from rankfold.geometries import GEOMETRIES
+from rankfold.geometries import GEOMETRIES, fixed_embedded
 
 from .watching import Watch
 
@@ -95,6 +95,36 @@ def test_a_member_has_the_same_core_whoever_is_beside_it() -> None:
             assert torch.equal(one[k], other[0])
 
 
+SHARED = [0.0, 1e-5, 1e-3, 0.02, 0.03, 0.2, 0.49, 3.0]
+
+
+def test_shares_of_changes_of_every_size() -> None:
+    """Both factors' shares make up the whole change, and nobody's depend on who is beside them."""
+    delta = torch.randn(len(SHARED), 6, 6, dtype=torch.float64)
+    delta *= (torch.tensor(SHARED) / linalg.frobenius(delta))[:, None, None]
+    share, guess, _ = linalg.half_share(delta.float())
+    rest = fixed_embedded._rest(delta.float(), share, guess)
+    h, eye = share.double(), torch.eye(6, dtype=torch.float64)
+    exact = (delta.float().double() - h) @ torch.linalg.inv(eye + h)
+    wrong = linalg.frobenius(rest.double() - exact)
+    assert (wrong <= 4 * EPS * linalg.frobenius(exact)).all()
+    for k in range(len(SHARED)):
+        one = slice(k, k + 1)
+        alone = fixed_embedded._rest(delta[one].float(), share[one], guess[one])
+        assert torch.equal(alone[0], rest[k])
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_sum_that_is_given_away_is_written_into(columns: bool) -> None:
+    base, x = (torch.randn(3, 1, 4, 7).mT if columns else torch.randn(3, 1, 7, 4) for _ in "ab")
+    c = torch.randn(3, 1, 4, 4)
+    before, kept = base.clone(), tall.add_product(base, x, c, alpha=-1.0)
+    assert torch.equal(base, before)
+    made = tall.add_product(base, x, c, alpha=-1.0, given=True)
+    assert torch.equal(made, kept)
+    assert made.data_ptr() == base.data_ptr()
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_products_stay_by_columns(blocks: int) -> None:
     rows, columns = (torch.randn(3, blocks, 7, 4), torch.randn(3, blocks, 4, 7).mT)
@@ -144,6 +174,12 @@ def test_plans_hold_factors_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> N
         point = stack.read(plan.gather(stacks.itself))
         lying.append((len(stack.members), *(tall.by_columns(x) for x in point)))
     assert lying == [(8, True, True), (4, True, True), (8, False, True), (4, False, True)]
+
+
+def test_plans_that_are_cut_are_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = [(str(k), grid) for k, grid in enumerate(attention(layers=6)[0::2])]
+    monkeypatch.setattr(stacks, "_CACHED_BYTES", 8 * 8 * 8 * 4)  # four layers, and two are left
+    assert [len(plan.stacks[0].members) for plan in stacks.plans_for(grids)] == [12, 12]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)

@@ -319,14 +319,14 @@ def _cached_parts(grids: Sequence[tuple[str, Grid]]) -> list[Sequence[tuple[str,
         axes = tuple(factor.axis for k in together for _, _, factor in grids[k][1].factors())
         by_axes.setdefault(axes, []).append((shared, together))
     for alike in by_axes.values():
-        room = 0
+        whole = sum(sizes[key] for shared, _ in alike for key in shared)
+        # As many as it takes, and of one size: a large one and a small rest take more memory.
+        runs: list[list[int]] = [[] for _ in range(-(-whole // _CACHED_BYTES))]
+        before = 0
         for shared, together in alike:
-            size = sum(sizes[key] for key in shared)
-            if size > room:
-                parts.append([])
-                room = _CACHED_BYTES
-            parts[-1].extend(together)
-            room -= size
+            runs[before * len(runs) // whole].extend(together)
+            before += sum(sizes[key] for key in shared)
+        parts += [run for run in runs if run]
     return [[grids[k] for k in sorted(part)] for part in parts]
 
 

@@ -43,12 +43,15 @@ def turned_square(x: Tensor, coefficient: Tensor) -> Tensor:
     """``‖x coefficient‖²`` over the last two dimensions, (...)."""
     if kernels.serve(x):
         return kernels.tall.square(x, coefficient)
-    return turn(x, coefficient).square().sum((-2, -1))
+    return square(turn(x, coefficient))
 
 
 def square(x: Tensor) -> Tensor:
     """``‖x‖²`` over the last two dimensions, (...)."""
-    return kernels.tall.square(x) if kernels.serve(x) else x.square().sum((-2, -1))
+    if kernels.serve(x):
+        return kernels.tall.square(x)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1))  # no copy of x in between
+    return norms.square()
 
 
 class TurnedGrams(NamedTuple):
@@ -95,7 +98,8 @@ def subtract(
     if kernels.serve(t, u):
         return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0, plus=plus)
     if plus is not None:
-        t, weight = torch.add(weight * t, plus.x, alpha=plus.weight), 1.0
+        made = torch.add(weight * t, plus.x, alpha=plus.weight)
+        return add_product(made, u, coefficient, alpha=-1.0, given=True)
     return add_product(t, u, coefficient, beta=weight, alpha=-1.0)
 
 
@@ -112,14 +116,14 @@ def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:
     """``a c_a + t c_t``."""
     if kernels.serve(a, t):
         return kernels.tall.combine(a, c_a, t, c_t)
-    return add_product(turn(a, c_a), t, c_t)
+    return add_product(turn(a, c_a), t, c_t, given=True)
 
 
 def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tensor:
     """``a + a c_a + t c_t``, and ``a`` itself for members (batch,) that are not ``alive``."""
     if kernels.serve(a, t):
         return kernels.tall.combine(a, c_a, t, c_t, add_a=True, alive=alive)
-    return choose(alive, add_product(add_product(a, a, c_a), t, c_t), a)
+    return choose(alive, add_product(add_product(a, a, c_a), t, c_t, given=True), a)
 
 
 def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
@@ -156,17 +160,26 @@ def per_member(scale: Tensor, like: Tensor) -> Tensor:
 
 
 def add_product(
-    base: Tensor, x: Tensor, c: Tensor, beta: float = 1.0, alpha: float = 1.0
+    base: Tensor,
+    x: Tensor,
+    c: Tensor,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    *,
+    given: bool = False,
 ) -> Tensor:
-    """``beta base + alpha x c``, in one operation; ``base`` and ``c`` broadcast."""
-    c = c.expand(*x.shape[:-2], *c.shape[-2:])
-    base = base.expand(*x.shape[:-1], c.shape[-1])
-    flat_base, flat_x, flat_c = (each.reshape(-1, *each.shape[-2:]) for each in (base, x, c))
+    """``beta base + alpha x c``, in one operation; ``base`` and ``c`` broadcast.
+
+    A ``base`` that is given away, and of the shape of the result, may be written into.
+    """
+    shape = (*x.shape[:-1], c.shape[-1])
+    if x.dim() != 3 or c.shape[:-2] != x.shape[:-2]:
+        c = c.expand(*x.shape[:-2], *c.shape[-2:])
+        base, x, c = (y.reshape(-1, *y.shape[-2:]) for y in (base.expand(shape), x, c))
+    add = torch.Tensor.baddbmm_ if given else torch.baddbmm
     if by_columns(x):
-        made = torch.baddbmm(flat_base.mT, flat_c.mT, flat_x.mT, beta=beta, alpha=alpha).mT
-    else:
-        made = torch.baddbmm(flat_base, flat_x, flat_c, beta=beta, alpha=alpha)
-    return made.view(base.shape)
+        return add(base.mT, c.mT, x.mT, beta=beta, alpha=alpha).mT.view(shape)
+    return add(base, x, c, beta=beta, alpha=alpha).view(shape)
 
 
 def by_columns(x: Tensor) -> bool:
