@@ -6,15 +6,15 @@
 Times the five geometries with momentum by the means of ``rankfold bench``, as CUDA graphs where
 there is a GPU and eagerly elsewhere, and draws beside them the line of O((I m + J n) r²) for each
 pair or grid. A curve below the line's slope still pays for launching its operations; one along
-it has reached the cost that counts. Writes scaling.csv and scaling.png.
+it has reached the cost that counts. Writes scaling.csv and scaling.png. The table grows as it is
+measured: cut off, and started again with the same folder, it goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -57,7 +57,13 @@ class Panel:
 
     title: str
     label: str
-    points: list[tuple[str, Sizes]]
+    points: tuple[tuple[str, Sizes], ...]
+
+
+# Milliseconds by the label of a panel, geometry and sizes.
+Times = dict[tuple[str, str, Sizes], float]
+_KEYS = ("panel", "geometry")
+_SHAPE = tuple(field.name for field in fields(Sizes))
 
 
 def panels(quick: bool) -> list[Panel]:
@@ -72,48 +78,56 @@ def panels(quick: bool) -> list[Panel]:
         Panel(
             f"rows: {pairs} pairs, rank {rank}",
             "m = n",
-            [(str(m), Sizes(pairs, m, rank)) for m in heights],
+            tuple((str(m), Sizes(pairs, m, rank)) for m in heights),
         ),
         Panel(
             f"rank: {pairs} pairs, {rows} rows",
             "r",
-            [(str(r), Sizes(pairs, rows, r)) for r in ranks],
+            tuple((str(r), Sizes(pairs, rows, r)) for r in ranks),
         ),
         Panel(
             f"pairs: {rows}×{rank}",
             "pairs",
-            [(str(n), Sizes(n, rows, rank)) for n in counts],
+            tuple((str(n), Sizes(n, rows, rank)) for n in counts),
         ),
         Panel(
             f"grids: {fewer} of {rows}×{rank} factors",
             "I×J",
-            [(f"{i}×{j}", Sizes(fewer, rows, rank, i, j)) for i, j in grids],
+            tuple((f"{i}×{j}", Sizes(fewer, rows, rank, i, j)) for i, j in grids),
         ),
     ]
 
 
-def measure(sizes: Sizes, device: torch.device, mode: str, repeats: int) -> Iterator[float]:
-    """Milliseconds of each geometry in turn."""
+def measure(sizes: Sizes, geometry: str, device: torch.device, mode: str, repeats: int) -> float:
+    """Milliseconds of a step."""
     case = sizes.case()
-    for geometry in GEOMETRIES:
-        entered = enlist(
-            case,
-            geometries=[geometry],
-            momenta=[MOMENTUM],
-            modes=[mode],
-            literal=False,
-            rivals=False,
-        )
-        timing, _, _ = time_contender(case, entered.contenders[-1], device, repeats, budget=1.0)
-        yield timing.ms
+    entered = enlist(
+        case, geometries=[geometry], momenta=[MOMENTUM], modes=[mode], literal=False, rivals=False
+    )
+    timing, _, _ = time_contender(case, entered.contenders[-1], device, repeats, budget=1.0)
+    return timing.ms
 
 
-def draw(sweeps: list[Panel], times: list[list[list[float]]], title: str, path: Path) -> None:
-    """Four panels of five curves, and the line of the work through the dearest last point."""
-    figure = Figure(figsize=(11, 8), dpi=150, layout="constrained")
+def draw(sweeps: list[Panel], times: Times, title: str, path: Path) -> None:
+    """A panel of five curves for each sweep, as far as it was measured for all of them.
+
+    With the line of the work through the dearest last point.
+    """
+    measured = {
+        panel: [
+            (name, sizes.work(), [times[panel.label, g, sizes] for g in GEOMETRIES])
+            for name, sizes in panel.points
+            if all((panel.label, g, sizes) in times for g in GEOMETRIES)
+        ]
+        for panel in sweeps
+    }
+    drawn = {panel: points for panel, points in measured.items() if len(points) > 1}
+    high = -(-len(drawn) // 2)
+    figure = Figure(figsize=(11, 4 * high), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=11)
-    for axis, panel, points in zip(figure.subplots(2, 2).flat, sweeps, times, strict=True):
-        work = [sizes.work() for _, sizes in panel.points]
+    axes = figure.subplots(high, 2, squeeze=False).flat
+    for axis, (panel, found) in zip(axes, drawn.items(), strict=False):
+        names, work, points = zip(*found, strict=True)
         for k, geometry in enumerate(GEOMETRIES):
             axis.plot(
                 work,
@@ -137,7 +151,7 @@ def draw(sweeps: list[Panel], times: list[list[list[float]]], title: str, path: 
         axis.set_xscale("log")
         axis.set_yscale("log")
         # Places by work, so that every panel has the same line; names by what grows.
-        axis.set_xticks(work, [name for name, _ in panel.points])
+        axis.set_xticks(work, names)
         axis.minorticks_off()
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
@@ -148,18 +162,29 @@ def draw(sweeps: list[Panel], times: list[list[list[float]]], title: str, path: 
     figure.savefig(path)
 
 
-def write(sweeps: list[Panel], times: list[list[list[float]]], mode: str, path: Path) -> None:
-    """One line a measurement."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        shape_names = ["pairs", "rows", "rank", "lefts", "rights"]
-        writer.writerow(["panel", "geometry", "mode", "momentum", *shape_names, "work", "ms"])
-        for panel, points in zip(sweeps, times, strict=True):
-            for (_, sizes), found in zip(panel.points, points, strict=True):
-                shape = [sizes.pairs, sizes.rows, sizes.rank, sizes.lefts, sizes.rights]
-                for geometry, ms in zip(GEOMETRIES, found, strict=True):
-                    start = [panel.label, geometry, mode, MOMENTUM]
-                    writer.writerow([*start, *shape, sizes.work(), f"{ms:.6g}"])
+class Table:
+    """The measurements in a file, one line each, written as they are made."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self.times: Times = {}
+        self._path, self._mode = path, mode
+        if not path.exists():
+            self._add([*_KEYS, "mode", "momentum", *_SHAPE, "work", "ms"])
+        with path.open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if line["mode"] == mode:
+                    sizes = Sizes(*(int(line[name]) for name in _SHAPE))
+                    self.times[line["panel"], line["geometry"], sizes] = float(line["ms"])
+
+    def add(self, label: str, geometry: str, sizes: Sizes, ms: float) -> None:
+        """One more."""
+        self.times[label, geometry, sizes] = ms
+        start = [label, geometry, self._mode, MOMENTUM]
+        self._add([*start, *astuple(sizes), sizes.work(), f"{ms:.6g}"])
+
+    def _add(self, line: list[object]) -> None:
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(line)
 
 
 def main() -> None:
@@ -175,23 +200,22 @@ def main() -> None:
     device = torch.device(given.device)
     mode = "graph" if device.type == "cuda" else "eager"
     sweeps = panels(given.quick)
-    total = len(GEOMETRIES) * sum(len(panel.points) for panel in sweeps)
-    times: list[list[list[float]]] = []
-    done = 0
-    with progress_bar() as progress:
-        for panel in sweeps:
-            times.append([])
-            for name, sizes in panel.points:
-                found = []
-                for ms in measure(sizes, device, mode, 3 if given.quick else 10):
-                    found.append(ms)
-                    done += 1
-                    progress(f"{panel.label} {name}", done, total)
-                times[-1].append(found)
     given.output.mkdir(parents=True, exist_ok=True)
-    write(sweeps, times, mode, given.output / "scaling.csv")
+    table = Table(given.output / "scaling.csv", mode)
+    wanted = [
+        (panel.label, name, geometry, sizes)
+        for panel in sweeps
+        for name, sizes in panel.points
+        for geometry in GEOMETRIES
+        if (panel.label, geometry, sizes) not in table.times
+    ]
+    with progress_bar() as progress:
+        for done, (label, name, geometry, sizes) in enumerate(wanted, 1):
+            ms = measure(sizes, geometry, device, mode, 3 if given.quick else 10)
+            table.add(label, geometry, sizes, ms)
+            progress(f"{label} {name}", done, len(wanted))
     title = f"Cost of a step, {mode}, momentum {MOMENTUM}, float32, on {device_name(device)}"
-    draw(sweeps, times, title, given.output / "scaling.png")
+    draw(sweeps, table.times, title, given.output / "scaling.png")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def test_the_products_have_what_is_recommended() -> None:
         Language(), 0.25, geometry="fixed-quotient", momentum=0.5, damping=0.1
     ).products.param_groups
     changed = {"lr": 0.25, "geometry": "fixed-quotient", "momentum": 0.5, "damping": 0.1}
+    changed["growth"] = 0.0  # which is not for products that start at zero
     assert {name: group[name] for name in {**RECOMMENDED, **changed}} == {**RECOMMENDED, **changed}
 
 
@@ -331,8 +332,8 @@ def test_shown_as_which_parameter_goes_where() -> None:
     assert lines[1].startswith(
         "  [0] RiemannianSGD(geometry=fixed-quotient, lr=0.5, momentum=0.8, "
     )
-    assert lines[1].endswith(": 12 products (6 at 8·lr), 1,224 elements")
-    plain = repr(rankfold.build_optimizer(model, vo_rate=1.0)).splitlines()
+    assert lines[1].endswith(": 12 products (6 at 8·lr and 2·lr), 1,224 elements")
+    plain = repr(rankfold.build_optimizer(model, vo_rate=1.0, output_rate=1.0)).splitlines()
     assert plain[1].endswith(": 12 products, 1,224 elements")
     assert lines[2:5] == [
         "        layers.*.self_attn.in_proj_weight  ×2",

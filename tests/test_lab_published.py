@@ -31,15 +31,17 @@ def losses(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Loss
 PUBLISHED = {
     ("mha", "muon"): (Setting(-8, -6, -6, 0.8), 6.0063),
     ("mha", "fixed-quotient"): (Setting(-7, -5, -3, 0.8), 5.9984),
+    ("mha", "fixed-quotient-tilted"): (Setting(-6, -5, -3, 0.8), 5.9312),
     ("mha", "adamw"): (Setting(-13, -7, -8, 0.6), 6.2398),
     ("gqa", "muon"): (Setting(-8, -6, -6, 0.6), 6.0283),
     ("gqa", "fixed-quotient"): (Setting(-7, -6, -5, 0.8), 6.0452),
+    ("gqa", "fixed-quotient-tilted"): (Setting(-7, -6, -4, 0.8), 6.0237),
     ("gqa", "adamw"): (Setting(-13, -10, -9, 0.6), 6.1914),
 }
 
 
 def contest(script: ModuleType, steps: int) -> Contest:
-    methods = ("muon", "fixed-quotient", "adamw")
+    methods = ("muon", "fixed-quotient", "fixed-quotient-tilted", "adamw")
     return Contest("paper", methods, ("mha", "gqa"), (steps,), 8, ("linear",), script.TEXTS)
 
 

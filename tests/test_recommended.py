@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -30,14 +32,18 @@ def test_value_output_products_take_longer_steps() -> None:
     """Though both kinds lie in one weight; the grids given are left as they are."""
     model = nn.TransformerEncoderLayer(16, 2)
     grids = rankfold.attention_grids(model)
-    for optimizer, share in (
-        (rankfold.recommended(model), 8.0),
-        (rankfold.recommended(grids, vo_rate=2.0), 2.0),
-        (rankfold.recommended([{"grids": grids}], vo_rate=1.0), 1.0),
+    for optimizer, values, outputs in (
+        (rankfold.recommended(model), 2.0, 8.0),
+        (rankfold.recommended(grids, vo_rate=4.0), 4.0, 16.0),
+        (rankfold.recommended([{"grids": grids}], vo_rate=1.0, output_rate=1.0), 1.0, 1.0),
+        (rankfold.recommended(grids, normalize="metric"), 8.0, 8.0),
     ):
-        rates = {grid.name: grid.rate for grid in optimizer.param_groups[0]["grids"]}
-        assert rates == {"self_attn.qk": 1.0, "self_attn.vo": share}
-    assert [grid.rate for grid in grids] == [1.0, 1.0]
+        rates = {
+            grid.name: tuple(grid.rate * side for side in grid.sides)
+            for grid in optimizer.param_groups[0]["grids"]
+        }
+        assert rates == {"self_attn.qk": (1.0, 1.0), "self_attn.vo": (outputs, values)}
+    assert [(grid.rate, grid.sides) for grid in grids] == 2 * [(1.0, (1.0, 1.0))]
 
 
 def test_a_group_with_a_learning_rate_of_its_own_goes_by_that() -> None:
@@ -71,6 +77,38 @@ def test_everything_can_be_overridden() -> None:
         rankfold.recommended(Heads().grid(), rate=1)
     with pytest.raises(TypeError):
         RECOMMENDED["lr"] = 1.0  # type: ignore[index]
+
+
+WHITENED_ALONE = {"momentum_form": "smoothing", "growth": 0.0, "tilt": 0.0, "row_balance": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "left_out"),
+    [
+        ({"normalize": "metric"}, WHITENED_ALONE),
+        ({"normalize": None, "growth": 1.0}, {**WHITENED_ALONE, "growth": 1.0}),
+        ({"geometry": "isometry-quotient"}, WHITENED_ALONE),
+        ({"damping": 0.1}, {"growth": 0.0}),
+        ({"momentum": 0.0}, {"momentum_form": "smoothing", "nesterov": False}),
+    ],
+)
+def test_what_is_for_whitened_steps_is_left_out_of_others(
+    asked: dict[str, Any], left_out: dict[str, Any]
+) -> None:
+    """Whether these are asked for all groups or for one; and what is asked for stays."""
+    wanted = {**RECOMMENDED, **asked, **left_out}
+    for given in ({}, asked):
+        models = Heads(seed=0), Heads(seed=1)
+        one, other = (rankfold.Grid(model.a, model.b, groups=model.members) for model in models)
+        groups = [{"grids": [one]}, {"grids": [other], **asked}]
+        optimizer = rankfold.recommended(groups, **given)
+        first, second = optimizer.param_groups
+        expected = wanted if given else RECOMMENDED
+        assert {name: first[name] for name in expected} == expected
+        assert {name: second[name] for name in wanted} == wanted
+        for model in models:
+            model.backward()
+        optimizer.step()
 
 
 def test_without_grids_there_is_nothing_to_optimize() -> None:
