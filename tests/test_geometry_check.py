@@ -73,7 +73,7 @@ class FirstOrder(IsometryQuotient):
 class HalfProjected(FixedQuotient):
     """A horizontal projection that removes only half of the vertical part."""
 
-    def arrive(self, frame: Any, momentum: Pair) -> Pair:
+    def arrive(self, frame: Any, momentum: Pair, *, given: bool = False) -> Pair:
         whole = super().arrive(frame, momentum)
         return Pair(*((x + y) / 2 for x, y in zip(whole, momentum, strict=True)))
 
@@ -81,7 +81,7 @@ class HalfProjected(FixedQuotient):
 class Oblique(FixedQuotient):
     """A projection onto the horizontal space along the wrong complement."""
 
-    def arrive(self, frame: Any, momentum: Pair) -> Pair:
+    def arrive(self, frame: Any, momentum: Pair, *, given: bool = False) -> Pair:
         whole = super().arrive(frame, momentum)
         gone = momentum.left - whole.left
         # What the projection removes is turned into more of a fixed horizontal vector.

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import kernels, linalg, tall
+from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, linalg, tall
 from rankfold.geometries import GEOMETRIES, Pair, geometry_for
 
 from .interpreted import INTERPRETED
 from .points import options
+from .watching import Holding
 
 triton: Any = pytest.importorskip("triton")
 compiler: Any = pytest.importorskip("triton.compiler")
@@ -140,6 +141,39 @@ def test_both_sides_go_in_one_launch(
     over_rows = [grid for kernel, grid in launched if kernel in TALL]
     assert len(over_rows) >= 4
     assert all(10 in grid for grid in over_rows), over_rows
+
+
+# Copies of its factors that a step holds at most: point, gradient or the new point, and the vector
+# between them; the old momentum besides, and of embedded geometries the new one.
+COPIES = {(name, 0.0): 3 for name in GEOMETRIES}
+COPIES |= {(name, 0.9): 5 if name.endswith("-embedded") else 4 for name in GEOMETRIES}
+COPIES["isometry-embedded", 0.9] = 6  # whose vector without its part in the span is another
+
+
+@pytest.mark.parametrize(("name", "momentum"), COPIES)
+def test_memory_of_a_step(name: str, momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where parameters are gathered; launches allocate nothing, and are left out."""
+    monkeypatch.setattr(runtime.JITFunction, "run", lambda *args, **named: None)
+    monkeypatch.setattr(tall, "can_ask", lambda x: False)
+    monkeypatch.setattr(direct, "_DEVICE_TYPES", ("cpu",))
+    q, k = (torch.nn.Parameter(torch.empty(64, 4096)) for _ in range(2))
+    with torch.no_grad():
+        for each in (q, k):
+            each.copy_(torch.linalg.qr(torch.randn(4096, 64)).Q.T)
+            each.grad = torch.zeros_like(each)
+    grid = Grid(Factor(q, axis=0, blocks=4), Factor(k, axis=0, blocks=4), groups=4)
+    optimizer = RiemannianSGD(
+        [grid], torch.tensor(0.05), geometry=name, momentum=momentum, capturable=True
+    )
+    optimizer.step()  # with plain operations, and a look at values of its own
+    assert kernels._importable()
+    monkeypatch.setattr(kernels, "serve", lambda *x: x[0].dtype == torch.float32)
+    monkeypatch.setattr(kernels, "available", lambda device: True)
+    with Holding() as held:
+        optimizer.step()
+    factors = 2 * q.numel() * q.element_size()
+    # And r×r matrices, less than half a copy of factors this tall.
+    assert COPIES[name, momentum] <= held.most / factors < COPIES[name, momentum] + 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,30 @@ class Watch(TorchDispatchMode):
         sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.largest = max([self.largest, *sizes])
         return result
+
+
+class Holding(TorchDispatchMode):
+    """The most bytes that were alive at once of what operations allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
+        for x in filter(_is_tensor, tree_leaves(result)):
+            storage = x.untyped_storage()
+            if storage._cdata not in given | self._alive.keys():
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.most = max(self.most, sum(self._alive.values()))
+        return result
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 FACTORIZATIONS = "svd qr geqrf orgqr ormqr eig lstsq pinv cholesky_solve householder"

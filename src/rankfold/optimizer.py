@@ -302,13 +302,18 @@ class RiemannianSGD(StatefulOptimizer):
         if group["scale_lr"] is not None:
             divided = scale.divide(point, grad)
             point, grad = divided.point, divided.grad
-        outcome = geometry.step(point, grad, before, options, running)
+        recording = self._recorded is not None and self._recording
+        begun = geometry.begin(point, grad, before, options, running)
+        # Copies of gradients make room for the new point, unless they are to be measured.
+        seen = grad if recording else None
+        del grad
+        outcome = geometry.finish(begun, before, options, running)
         new = outcome.point
         if divided is not None:
             new = scale.multiply(divided, outcome, group["scale_lr"], options)
-        if self._recorded is not None and self._recording:
+        if self._recorded is not None and seen is not None:
             # Before anything is written: these may be views of what is written into.
-            measured = measure(geometry, point, grad, before, outcome, options, running)
+            measured = measure(geometry, point, seen, before, outcome, options, running)
             if divided is not None:
                 measured["scale"] = torch.stack(scale.sizes(new)).prod(0)
             self._recorded.append((stack.members[members], measured))

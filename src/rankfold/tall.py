@@ -92,15 +92,24 @@ class Plus(NamedTuple):
 
 
 def subtract(
-    t: Tensor, u: Tensor, coefficient: Tensor, weight: float = 1.0, plus: Plus | None = None
+    t: Tensor,
+    u: Tensor,
+    coefficient: Tensor,
+    weight: float = 1.0,
+    plus: Plus | None = None,
+    *,
+    given: bool = False,
 ) -> Tensor:
-    """``weight t − u coefficient``, with a further term if there is one."""
+    """``weight t − u coefficient``, with a further term if there is one.
+
+    A ``t`` that is given away may be written into.
+    """
     if kernels.serve(t, u):
-        return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0, plus=plus)
+        return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0, plus=plus, given=given)
     if plus is not None:
         made = torch.add(weight * t, plus.x, alpha=plus.weight)
         return add_product(made, u, coefficient, alpha=-1.0, given=True)
-    return add_product(t, u, coefficient, beta=weight, alpha=-1.0)
+    return add_product(t, u, coefficient, beta=weight, alpha=-1.0, given=given)
 
 
 def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:

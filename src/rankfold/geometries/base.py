@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import schatten, tall
 from ..together import both
 from . import course
-from .course import Running
+from .course import Course, Running
 from .terms import Pair as Pair
 from .terms import Sides as Sides
 from .terms import StepOptions as StepOptions
@@ -38,6 +38,13 @@ class Outcome(NamedTuple):
     events: dict[str, Tensor]
     scale: Tensor
     running: Running | None = None
+
+
+class Begun(NamedTuple):
+    """A step before it is made, with all done that takes gradients: where it starts and goes."""
+
+    frame: Any
+    course: Course
 
 
 class Landing(NamedTuple):
@@ -85,8 +92,11 @@ class Geometry(ABC):
         "average" or "exact". Geometries where the exact repair costs nothing always make it.
         """
 
-    def arrive(self, frame: Any, momentum: Pair) -> Pair:
-        """Finish the transport of ``momentum`` at the point of ``frame``."""
+    def arrive(self, frame: Any, momentum: Pair, *, given: bool = False) -> Pair:
+        """Finish the transport of ``momentum`` at the point of ``frame``.
+
+        One that is ``given`` away may be written into.
+        """
         return momentum
 
     def mix(self, frame: Any, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
@@ -171,8 +181,30 @@ class Geometry(ABC):
         running: Running | None = None,
     ) -> Outcome:
         """One iteration: gradient, momentum, normalization, retraction, transport."""
+        begun = self.begin(point, grad, momentum, options, running)
+        return self.finish(begun, momentum, options, running)
+
+    def begin(
+        self,
+        point: Pair,
+        grad: Pair,
+        momentum: Pair | None,
+        options: StepOptions,
+        running: Running | None = None,
+    ) -> Begun:
+        """Gradient, momentum and normalization: nothing looks at ``grad`` afterwards."""
         frame = self.frame(point, options.damping)
-        plotted = course.plot(self, frame, grad, momentum, running, options)
+        return Begun(frame, course.plot(self, frame, grad, momentum, running, options))
+
+    def finish(
+        self,
+        begun: Begun,
+        momentum: Pair | None,
+        options: StepOptions,
+        running: Running | None = None,
+    ) -> Outcome:
+        """Retraction and transport."""
+        frame, plotted = begun
         direction, scale = plotted.direction, plotted.scale
         events: dict[str, Tensor | None] = {
             "lifted": self.lifted(frame),
@@ -193,6 +225,7 @@ class Geometry(ABC):
         kept = None
         if momentum is not None:
             kept = plotted.momentum
+            assert kept is not None
             if plotted.own:
                 kept = self.depart(frame, direction, kept, landing)
             else:

@@ -31,13 +31,13 @@ class Running(NamedTuple):
 class Course(NamedTuple):
     """A step before it is made: ``scale`` (batch,) times ``direction``, in coordinates.
 
-    ``momentum`` is the vector to keep, and ``own`` says whether ``direction`` is this vector.
+    ``momentum`` is the vector to keep, if any is, and ``own`` says whether ``direction`` is this.
     ``clipped`` (batch,) marks members whose learning rate is longer than can be captured.
     """
 
     direction: Any
     scale: Tensor
-    momentum: Pair
+    momentum: Pair | None
     own: bool
     running: Running | None
     clipped: Tensor | None
@@ -80,7 +80,8 @@ def plot(
         running = running._replace(weight=weight)
     given = _Given(geometry, frame, grad, momentum, running, options, scale)
     course = _heavy_ball(given) if options.momentum_form == "heavy-ball" else _smoothing(given)
-    return course._replace(clipped=clipped)
+    kept = None if momentum is None else course.momentum
+    return course._replace(momentum=kept, clipped=clipped)
 
 
 def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -71,12 +72,12 @@ class FixedQuotient(Geometry):
     def gradient(self, frame: GramFrame, grad: Pair, repair: str = "average") -> Pair:
         lift = self._lift(frame, grad)
         # The horizontal projection is the nearest horizontal vector in the metric.
-        return lift if repair == "none" else self.arrive(frame, lift)
+        return lift if repair == "none" else self.arrive(frame, lift, given=True)
 
     def mix(self, frame: GramFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
         if repair == "none":
             return super().mix(frame, grad, momentum, nu, repair)
-        return self.arrive(frame, self._lift(frame, grad, momentum, nu))
+        return self.arrive(frame, self._lift(frame, grad, momentum, nu), given=True)
 
     def _lift(
         self, frame: GramFrame, grad: Pair, momentum: Pair | None = None, nu: float = 0.0
@@ -91,10 +92,11 @@ class FixedQuotient(Geometry):
         inverses = frame.right.inverse, frame.left.inverse
         return Pair(*both(lift, grad, inverses, *([] if momentum is None else [momentum])))
 
-    def arrive(self, frame: GramFrame, momentum: Pair) -> Pair:
+    def arrive(self, frame: GramFrame, momentum: Pair, *, given: bool = False) -> Pair:
         flat = Pair(*map(flatten_blocks, momentum))
         shift = self._shift(frame, *both(tall.overlap, frame.point, flat))
-        made = both(tall.subtract, flat, frame.point, (shift, -shift.mT))
+        subtract = partial(tall.subtract, given=given)
+        made = both(subtract, flat, frame.point, (shift, -shift.mT))
         return Pair(*(x.view_as(m) for x, m in zip(made, momentum, strict=True)))
 
     def _shift(self, frame: GramFrame, left: Tensor, right: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class IsometryQuotient(StiefelGeometry):
         def mixed(partners: int, g: Tensor, m: Tensor) -> Tensor:
             return torch.lerp(m, g if partners == 1 else g / partners, 1 - nu)
 
-        return self.arrive(frame, by_partners(frame, mixed, grad, momentum))
+        return self.arrive(frame, by_partners(frame, mixed, grad, momentum), given=True)
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         return torch.sqrt(weighted_square(frame, coords))

@@ -172,8 +172,9 @@ class StiefelGeometry(Geometry):
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
         return _subtract(frame, grad, self.corrections(frame, _overlaps(frame, grad)), 1.0)
 
-    def arrive(self, frame: StiefelFrame, momentum: Pair) -> Pair:
-        return Pair(*both(tall.subtract, momentum, frame.point, self._arrival(frame, momentum)))
+    def arrive(self, frame: StiefelFrame, momentum: Pair, *, given: bool = False) -> Pair:
+        subtract = partial(tall.subtract, given=given)
+        return Pair(*both(subtract, momentum, frame.point, self._arrival(frame, momentum)))
 
     def _arrival(self, frame: StiefelFrame, momentum: Pair) -> Pair:
         """What times the point has to be taken from a momentum to make it tangent, horizontal."""

@@ -302,8 +302,12 @@ def combine(
     plus: tuple[Tensor, float] | None = None,
     add_a: bool = False,
     alive: Tensor | None = None,
+    given: bool = False,
 ) -> Tensor:
     """``sign a c_a + t c_t``, plus a further weighted term, plus ``a`` if asked.
+
+    A ``t`` that is ``given`` away is written into, where ``c_t`` is a number: every element of it
+    is then read by the program that writes it, and before.
 
     ``a`` itself for members not ``alive``. ``a`` and ``t`` are (..., m, r), coefficients
     (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
@@ -320,7 +324,7 @@ def combine(
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
     factors = lead.numel()
     run, shares = _schedule(factors, m, shape.rows)
-    out = torch.empty_like(t)
+    out = t if given and not isinstance(c_t, Tensor) else torch.empty_like(t)
     left, right = (c.contiguous() if isinstance(c, Tensor) else t for c in (c_a, c_t))
     shared = (c.shape[:-2].numel() if isinstance(c, Tensor) else factors for c in (c_a, c_t))
     repeat_a, repeat_t = (factors // count for count in shared)
