@@ -34,7 +34,8 @@ def apart(model: Language, base: str) -> list[Optimizer]:
         {"params": [p for _, p in rest if p.dim() != 2], "weight_decay": 0.0},
     ]
     for grid in grids:
-        grid.rate = 8.0 if str(grid.name).endswith(".vo") else 1.0
+        if str(grid.name).endswith(".vo"):
+            grid.rate, grid.sides = 2.0, (4.0, 1.0)
     products = RiemannianSGD(
         grids,
         0.05,
@@ -42,6 +43,10 @@ def apart(model: Language, base: str) -> list[Optimizer]:
         normalize="whitened",
         momentum=0.8,
         nesterov=True,
+        momentum_form="unit-smoothing",
+        growth=0.5,
+        tilt=0.25,
+        row_balance=0.5,
     )
     if base == "adamw":
         return [products, torch.optim.AdamW(groups, 0.01, weight_decay=0.1)]

@@ -112,7 +112,9 @@ def printed_spectral_norm(
     return torch.linalg.eigvalsh(product)[..., -1].clamp_min(0).sqrt()
 
 
-def printed_quotient_transport(self: FixedQuotient, frame: GramFrame, momentum: Pair) -> Pair:
+def printed_quotient_transport(
+    self: FixedQuotient, frame: GramFrame, momentum: Pair, given: bool = False
+) -> Pair:
     """A.2 Step 5 with the two triangular factors of BᵀB in the printed order."""
     a, b = (x.view_as(m) for x, m in zip(frame.point, momentum, strict=True))
     left, right = (a.mT @ momentum.left).sum(1), (b.mT @ momentum.right).sum(1)
