@@ -62,7 +62,6 @@ class Panel:
 
 # Milliseconds by the label of a panel, geometry and sizes.
 Times = dict[tuple[str, str, Sizes], float]
-_KEYS = ("panel", "geometry")
 _SHAPE = tuple(field.name for field in fields(Sizes))
 
 
@@ -169,7 +168,7 @@ class Table:
         self.times: Times = {}
         self._path, self._mode = path, mode
         if not path.exists():
-            self._add([*_KEYS, "mode", "momentum", *_SHAPE, "work", "ms"])
+            self._add(["panel", "geometry", "mode", "momentum", *_SHAPE, "work", "ms"])
         with path.open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
                 if line["mode"] == mode:

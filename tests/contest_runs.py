@@ -104,7 +104,12 @@ CENTRES = {name: method.centres["tiny"] for name, method in METHODS.items()}
 
 def contest_script(name: str) -> ModuleType:
     """A script of benchmarks/contest, as a module."""
-    path = Path(__file__).parents[1] / "benchmarks" / "contest" / f"{name}.py"
+    return benchmark_script(name, "contest")
+
+
+def benchmark_script(name: str, folder: str = "") -> ModuleType:
+    """A script of benchmarks, as a module."""
+    path = Path(__file__).parents[1] / "benchmarks" / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
