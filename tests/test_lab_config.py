@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rankfold.lab.config import PRESETS, RunConfig, from_dict, preset
+from rankfold.geometries import GEOMETRIES
+from rankfold.lab.config import OPTIMIZERS, PRESETS, RunConfig, from_dict, preset
 
 
 def test_options_are_read_from_text_and_keys_follow_them() -> None:
@@ -58,6 +59,19 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"optimizer.lr": -1}, "optimizer.lr must be at least 0"),
         ({"optimizer.growth": -1}, "optimizer.growth must be at least 0"),
         ({"optimizer.tilt": 0.25}, "optimizer.tilt: adamw has no whitened steps"),
+        ({"optimizer.tilted_products": "qk"}, "tilted_products is one of all, vo, not 'qk'"),
+        *(
+            (
+                {"optimizer.name": name, "optimizer.tilted_products": "vo"},
+                f"tilted_products vo needs a geometry: with {name} leave it at all",
+            )
+            for name in OPTIMIZERS
+            if name not in GEOMETRIES
+        ),
+        (
+            {"optimizer.name": "fixed-quotient", "optimizer.tilted_products": "vo"},
+            "changes nothing without optimizer.tilt or optimizer.row_balance: set one of them",
+        ),
         ({"training.steps": "inf"}, "training.steps is a number"),
         ({"training.steps": ""}, "training.steps is a number"),
         ({"training.steps": [1]}, "training.steps is a number"),
@@ -77,6 +91,14 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
 def test_wrong_options_say_what_to_do(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RunConfig().with_options(options)
+
+
+@pytest.mark.parametrize("name", ["tilt", "row_balance"])
+def test_either_can_be_of_some_products_alone(name: str) -> None:
+    told = {"optimizer.name": "fixed-quotient", "optimizer.normalize": "whitened"}
+    tilted = RunConfig().with_options({**told, f"optimizer.{name}": 0.5})
+    assert tilted.with_options({"optimizer.tilted_products": "all"}).key == tilted.key
+    assert tilted.with_options({"optimizer.tilted_products": "vo"}).key != tilted.key
 
 
 def test_unknown_presets_are_named() -> None:

@@ -270,6 +270,12 @@ def test_contests_that_cannot_be_held(changed: dict[str, Any], words: str) -> No
         contest(**changed)
 
 
+def test_an_entry_tilts_value_output_products_alone() -> None:
+    whole, part = (METHODS[f"fixed-quotient-tilted{suffix}"] for suffix in ("", "-vo"))
+    assert part.options == {**whole.options, "optimizer.tilted_products": "vo"}
+    assert (part.kind, part.centres) == (whole.kind, whole.centres)
+
+
 def test_the_papers_contest() -> None:
     held = Contest("paper", tuple(METHODS), ("mha", "gqa", "rope"), (1000, 10000), 8, ("none",))
     for cell in held.cells():

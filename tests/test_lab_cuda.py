@@ -59,6 +59,15 @@ VARIANTS: list[dict[str, Any]] = [
         "optimizer__output_rate": 2.0,
         "optimizer__momentum": 0.8,
     },
+    {
+        "optimizer__name": "fixed-quotient",
+        "optimizer__normalize": "whitened",
+        "optimizer__tilt": 0.25,
+        "optimizer__row_balance": 0.5,
+        "optimizer__tilted_products": "vo",
+        "optimizer__vo_rate": 4.0,
+        "optimizer__momentum": 0.8,
+    },
     {"optimizer__name": "muon", "optimizer__momentum": 0.9},
     {
         "optimizer__name": "muon",

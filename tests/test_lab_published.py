@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from rankfold.lab import records
+from rankfold.lab.config import DEFAULTS, RunConfig
 from rankfold.lab.contest import METHODS, Cell, Contest, Losses
 from rankfold.lab.tuning import Setting
 
-from .contest_runs import contest_script
+from .contest_runs import Lab, contest_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +29,11 @@ def losses(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Loss
     root = tmp_path_factory.mktemp("runs")
     assert script.restore(root) == len(list(root.iterdir())) > 200
     return Losses(root)
+
+
+@pytest.fixture(scope="module")
+def publisher() -> ModuleType:
+    return contest_script("publish")
 
 
 # On eight fresh seeds after 1,000 steps with linear annealing, in docs/lab.md.
@@ -78,6 +87,84 @@ def test_a_row_that_is_not_of_its_run_is_refused(script: ModuleType) -> None:
     row = {"run": "mha-muon-s0-0", "model.kv_heads": "8", "optimizer.name": "muon"}
     with pytest.raises(ValueError, match="mha-muon-s0-0 is not the run of its options"):
         script.config_of({**row, "steps": "1000", "seed": "0"})
+
+
+def lines_of(table: Path) -> list[str]:
+    return table.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def test_what_is_restored_is_published_as_it_was(
+    script: ModuleType, publisher: ModuleType, losses: Losses, tmp_path: Path
+) -> None:
+    lines = lines_of(script.RUNS)
+    for kept in (lines, lines[:1], lines[:1] + lines[2::3]):
+        table = tmp_path / "runs.csv"
+        table.write_text("".join(kept), encoding="utf-8")
+        assert publisher.publish(losses.root, table) == len(lines) - len(kept)
+        assert lines_of(table) == lines
+
+
+def test_rows_that_are_there_stay(
+    script: ModuleType, publisher: ModuleType, losses: Losses, tmp_path: Path
+) -> None:
+    """Also where the folder has the run with another loss."""
+    table, changed = tmp_path / "runs.csv", lines_of(script.RUNS)
+    changed[1] = changed[1].rpartition(",")[0] + ",7.50\n"
+    table.write_text("".join(changed), encoding="utf-8")
+    assert publisher.publish(losses.root, table) == 0
+    assert lines_of(table) == changed
+
+
+def made(script: ModuleType, name: str, seed: int, **changed: Any) -> RunConfig:
+    setting, extra = Setting(-7, -5, -3, 0.8), {k.replace("__", "."): v for k, v in changed.items()}
+    run = contest(script, 1000).config(Cell("mha", 1000, "linear"), METHODS[name], setting, seed)
+    return run.with_options(extra)
+
+
+def test_an_option_that_none_had_gets_a_column(
+    script: ModuleType, publisher: ModuleType, tmp_path: Path
+) -> None:
+    """And a run that diverged has no loss, and one that has not ended no row."""
+    table, lab = tmp_path / "runs.csv", Lab(tmp_path / "made", lambda c: 5.25 + c.training.seed)
+    outcome = ["seed", "status", "steps", "training_loss", "loss"]
+    table.write_text(",".join(["run", "model.kv_heads", *outcome]) + "\n", encoding="utf-8")
+    lab.make([made(script, "muon", seed) for seed in (0, 1)])
+    assert publisher.publish(lab.root, table) == 2
+    columns, before = script.published(table)
+    assert "optimizer.tilted_products" not in columns
+    lost = made(script, "fixed-quotient-tilted-vo", 1)
+    good, begun = (made(script, "fixed-quotient-tilted-vo", seed) for seed in (0, 2))
+    Lab(lab.root, lambda _: math.inf).make([lost])
+    lab.make([good, begun, made(script, "adamw", 0, model__rope=True)])
+    (lab.root / begun.key / records.STATUS).unlink()
+    assert publisher.publish(lab.root, table) == 3
+    columns, rows = script.published(table)
+    of = {row["run"]: row for row in rows}
+    assert list(of) == sorted(of)
+    assert [of[c.key]["optimizer.tilted_products"] for c in (good, lost)] == ["vo", "vo"]
+    assert [of[c.key]["loss"] for c in (good, lost)] == ["5.25", ""]
+    named = [f"{group}.{name}" for group, options in DEFAULTS.items() for name in options]
+    assert columns == ["run", *(name for name in named if name in columns), *outcome]
+    for row in before:
+        added = {name: x for name, x in of[row["run"]].items() if name not in row}
+        assert of[row["run"]] == {**row, **added}
+        assert (added["model.rope"], added["optimizer.tilted_products"]) == ("False", "all")
+    assert script.restore(tmp_path / "again", table) == len(rows) == 5
+    again = Losses(tmp_path / "again")
+    assert [again.of(c) for c in (good, lost, begun)] == [5.25, math.inf, None]
+    assert publisher.publish(tmp_path / "again", table) == 0
+
+
+def test_runs_of_other_texts_are_not_published(
+    script: ModuleType, publisher: ModuleType, tmp_path: Path
+) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_bytes(script.RUNS.read_bytes())
+    elsewhere = made(script, "muon", 0, data__source="elsewhere.txt")
+    Lab(tmp_path / "made", lambda _: 5.0).make([elsewhere])
+    with pytest.raises(ValueError, match=r"has another data\.source than the published runs"):
+        publisher.publish(tmp_path / "made", table)
+    assert table.read_bytes() == script.RUNS.read_bytes()
 
 
 def test_docs_name_every_method() -> None:

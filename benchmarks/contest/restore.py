@@ -29,29 +29,41 @@ TEXTS = {
 }
 
 
+def common(row: Mapping[str, str]) -> RunConfig:
+    """What a row's run is told where the row has no column for it."""
+    suffix, _ = MODELS["gqa" if row["model.kv_heads"] == "1" else "mha"]
+    return preset(f"paper{suffix}").with_options({**SETUPS["paper"].options, **TEXTS})
+
+
 def config_of(row: Mapping[str, str]) -> RunConfig:
     """The configuration of a row; raises if its key is not the row's."""
-    suffix, _ = MODELS["gqa" if row["model.kv_heads"] == "1" else "mha"]
-    given = {name: value for name, value in row.items() if name.startswith(("optim", "training."))}
+    given = {name: value for name, value in row.items() if "." in name}
     given |= {"training.steps": row["steps"], "training.seed": row["seed"]}
-    config = preset(f"paper{suffix}").with_options({**SETUPS["paper"].options, **TEXTS, **given})
+    config = common(row).with_options(given)
     if config.key != row["run"]:
         raise ValueError(f"{row['run']} is not the run of its options, which is {config.key}")
     return config
 
 
-def restore(root: Path) -> int:
+def published(table: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns of the table, and its rows."""
+    with table.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or ()), list(reader)
+
+
+def restore(root: Path, table: Path = RUNS) -> int:
     """Write the folders of all published runs below ``root``; returns how many."""
-    with RUNS.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    _, rows = published(table)
     for row in rows:
         config = config_of(row)
         folder, step = root / config.key, int(row["steps"])
         folder.mkdir(parents=True, exist_ok=True)
         records.write_json(folder / records.CONFIG, {"key": config.key, "config": config.as_dict()})
         recorder = records.Recorder(folder, 0)
-        recorder.add("train", step, loss=float(row["training_loss"]))
-        recorder.add("validation", step, loss=float(row["loss"]))
+        for kind, column in (("train", "training_loss"), ("validation", "loss")):
+            if row[column]:  # a run that diverged may have none
+                recorder.add(kind, step, loss=float(row[column]))
         recorder.close()
         status = {"status": row["status"], "message": "", "machine": {"device": "NVIDIA H200"}}
         records.write_json(folder / records.STATUS, status)

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, get_type_hints
 
 from ..geometries import GEOMETRIES
@@ -20,6 +20,7 @@ from .model import MODEL_PRESETS, ModelConfig
 OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES)
 ANNEALINGS = ("none", "linear", "cosine")
 NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
+TILTED_PRODUCTS = ("all", "vo")
 _NOT_BELOW_ZERO = {
     "optimizer": ("lr", "other_lr", "weight_decay", "growth"),
     "training": ("warmup", "clip", "diagnostics_every"),
@@ -39,9 +40,10 @@ class OptimizerConfig:
     with a geometry wants "whitened" steps. For geometries: ``momentum_form``, ``nesterov``,
     ``bias_correction``, ``second_moment``, ``growth``, ``normalize`` ("metric", "spectral", "none",
     "whitened" or "schatten-p"), for whitened steps (and for "muon" and "whitened") ``tilt`` and
-    ``row_balance``, ``retraction``,
-    empty for the geometry's own, ``product_decay`` and ``decay_to``, the weight decay of products,
-    and ``scale_lr``, if not 0, the rate of a learned scale of isometries at the full ``lr``.
+    ``row_balance``, which with ``tilted_products`` "vo" are of value·output products alone,
+    ``retraction``, empty for the geometry's own, ``product_decay`` and ``decay_to``, the weight
+    decay of products, and ``scale_lr``, if not 0, the rate of a learned scale of isometries at the
+    full ``lr``.
     ``masters`` keeps float32 copies of bfloat16 weights between steps; without, every step is
     rounded.
     """
@@ -57,6 +59,7 @@ class OptimizerConfig:
     growth: float = 0.0
     tilt: float = 0.0
     row_balance: float = 0.0
+    tilted_products: str = "all"
     normalize: str = "metric"
     norm_floor: float = 2.0**-23
     retraction: str = ""
@@ -156,6 +159,7 @@ def from_dict(groups: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     return RunConfig().with_options(flat)
 
 
+@cache  # a contest asks for thousands of configurations
 def _options_of(group: str, dotted: str) -> dict[str, Any]:
     kinds: dict[str, type] = {
         "model": ModelConfig,
@@ -226,6 +230,18 @@ def _check(config: RunConfig) -> None:
         for name in ("tilt", "row_balance"):
             if getattr(optimizer, name):
                 raise ValueError(f"optimizer.{name}: {optimizer.name} has no whitened steps")
+    _one_of("optimizer.tilted_products", optimizer.tilted_products, TILTED_PRODUCTS)
+    if optimizer.tilted_products != "all":
+        if optimizer.name not in GEOMETRIES:
+            raise ValueError(
+                f"optimizer.tilted_products {optimizer.tilted_products} needs a geometry: with "
+                f"{optimizer.name} leave it at all"
+            )
+        if not (optimizer.tilt or optimizer.row_balance):
+            raise ValueError(
+                f"optimizer.tilted_products {optimizer.tilted_products} changes nothing without "
+                "optimizer.tilt or optimizer.row_balance: set one of them, or leave it at all"
+            )
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")

@@ -88,6 +88,14 @@ def _metric(geometry: str) -> Method:
 # singular values and rows of one size.
 _GROWTH = 0.5
 _TILTED = {"tilt": 0.25, "row_balance": 0.5}
+_TILTED_QUOTIENT = _changed(
+    _whitened("fixed-quotient"),
+    "tilted",
+    "ours",
+    growth=_GROWTH,
+    momentum_form="unit-smoothing",
+    **_TILTED,
+)
 
 # In the order in which they are run.
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -97,14 +105,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             _rival("muon", "muon", paper=-8, tiny=-5),
             _whitened("fixed-quotient"),
             _changed(_whitened("fixed-quotient"), "growing", "ours", growth=_GROWTH),
-            _changed(
-                _whitened("fixed-quotient"),
-                "tilted",
-                "ours",
-                growth=_GROWTH,
-                momentum_form="unit-smoothing",
-                **_TILTED,
-            ),
+            _TILTED_QUOTIENT,
+            _changed(_TILTED_QUOTIENT, "vo", "ours", tilted_products="vo"),
             _changed(_rival("muon", "muon", paper=-8, tiny=-5), "tilted", "pair", **_TILTED),
             _rival("adamw", "adamw", paper=-13, tiny=-8),
             _rival("whitened", "pair", paper=-7, tiny=-5),

@@ -127,7 +127,7 @@ class Riemannian:
         self.capturable = graph and recordable
         beside = grids[0].params()[0]
         self.inner = RiemannianSGD(
-            grids,
+            _groups(grids, config),
             _rate(config.lr, beside, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
@@ -206,8 +206,22 @@ def by_rate(grids: Sequence[Grid], config: OptimizerConfig) -> list[tuple[list[G
     """Grids that go by one learning rate, and its share: value·output ones by ``vo_rate``."""
     if config.vo_rate == config.output_rate == 1:
         return [(list(grids), 1.0)]
+    others, value_output = _by_kind(grids)
+    return [(others, 1.0), (value_output, config.vo_rate)]
+
+
+def _by_kind(grids: Sequence[Grid]) -> tuple[list[Grid], list[Grid]]:
+    """Query·key grids, and value·output ones."""
     others = [grid for grid in grids if not is_value_output(grid)]
-    return [(others, 1.0), ([grid for grid in grids if is_value_output(grid)], config.vo_rate)]
+    return others, [grid for grid in grids if is_value_output(grid)]
+
+
+def _groups(grids: Sequence[Grid], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameter groups of a geometry: one, unless some products alone are tilted."""
+    if config.tilted_products == "all":
+        return [{"grids": list(grids)}]
+    others, value_output = _by_kind(grids)
+    return [{"grids": value_output}, {"grids": others, "tilt": 0.0, "row_balance": 0.0}]
 
 
 def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
