@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -30,3 +31,10 @@ def run_in_interpreter(path: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the kernels round: to nearest, but Triton's interpreter cuts bfloat16 off."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        x = (x.view(torch.int32) & -(2**16)).view(torch.float32)
+    return x.to(dtype)

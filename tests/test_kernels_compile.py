@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, linalg, tall
 from rankfold.geometries import GEOMETRIES, Pair, geometry_for
+from rankfold.lab.optimizers import WideAdamW
 
 from .interpreted import INTERPRETED
 from .points import options
@@ -184,6 +185,18 @@ def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
     kernels.moving.gather(room, table, masters)
     kernels.moving.scatter(table, room, masters)
     assert compiled.names == {"_gather_kernel", "_scatter_kernel"}
+
+
+@pytest.mark.parametrize("size", [50257 * 16, 1000 * 7 + 1])
+def test_adamw_in_one_pass(size: int, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda device: True)
+    weight = torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))
+    weight.grad = torch.zeros_like(weight)
+    for capturable in (False, True):
+        WideAdamW([weight], 1e-3, 0.01, masters=True, capturable=capturable).step()
+    (kernel,) = compiled.kernels.values()
+    assert compiled.names == {"_adamw_kernel"}
+    assert kernel.metadata.shared == 0  # numbers stay in the threads that loaded them
 
 
 def test_small_matrices(compiled: Compiled) -> None:

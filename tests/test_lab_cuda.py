@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rankfold.lab import graphs
 from rankfold.lab.config import RunConfig
+from rankfold.lab.optimizers import WideAdamW
 
 from .lab_runs import killed_at, run, same_weights, small, write_corpus
 
@@ -107,6 +109,34 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert resumed.status == "finished"
     assert resumed.training.values == whole.training.values
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_graph_of_adamw_in_one_pass() -> None:
+    """Replayed at rates, and with gradients, other than those it was recorded with."""
+    device = torch.device("cuda")
+
+    def steps(recorded: bool) -> tuple[list[Tensor], dict[str, Any]]:
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = [(257, 64), (33, 7), (5,)]
+        draw = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+        weights = [torch.nn.Parameter(x.bfloat16()) for x in draw]
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        ours = WideAdamW(weights, 1.0, 0.1, masters=True, capturable=True)
+        assert ours.one_pass
+        step = graphs.Captured(ours.step, device) if recorded else ours.step
+        for k in range(10):
+            ours.set_lr(0.01 * (k + 1))
+            for weight in weights:
+                assert weight.grad is not None
+                weight.grad.normal_(generator=generator)
+            step()
+        return [weight.detach() for weight in weights], ours.state_dict()
+
+    (eager, kept), (replayed, kept_too) = steps(False), steps(True)
+    assert all(map(torch.equal, eager, replayed))
+    assert all(map(torch.equal, kept["wide"], kept_too["wide"]))
+    assert [float(state["step"]) for state in kept_too["inner"]["state"].values()] == [10.0] * 3
 
 
 def test_a_graph_of_a_compiled_model(corpus: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rankfold.geometries import GEOMETRIES, Pair
 from rankfold.stacks import Plan, grad_of, itself
 from rankfold.together import as_one
 
+from .interpreted import rounded
 from .moving_cases import (
     CUDA,
     DEVICE,
@@ -69,13 +70,6 @@ def everything(stack: stacks.Stack) -> slice:
 def random_like(pair: Pair, seed: int) -> Pair:
     generator = torch.Generator().manual_seed(seed)
     return Pair(*(torch.randn(x.shape, generator=generator).to(DEVICE) for x in pair))
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the kernels round: to nearest, but Triton's interpreter cuts bfloat16 off."""
-    if INTERPRETED and dtype == torch.bfloat16:
-        x = (x.view(torch.int32) & -(2**16)).view(torch.float32)
-    return x.to(dtype)
 
 
 # The direct path ---------------------------------------------------------------------------------

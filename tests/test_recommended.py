@@ -46,6 +46,21 @@ def test_value_output_products_take_longer_steps() -> None:
     assert [(grid.rate, grid.sides) for grid in grids] == 2 * [(1.0, (1.0, 1.0))]
 
 
+def test_query_key_products_are_not_tilted_unless_asked() -> None:
+    """Nor are the grids given changed by it."""
+    grids = rankfold.attention_grids(nn.TransformerEncoderLayer(16, 2))
+
+    def tilted(optimizer: rankfold.RiemannianSGD) -> dict[str | None, bool]:
+        return {grid.name: grid.tilted for g in optimizer.param_groups for grid in g["grids"]}
+
+    assert tilted(rankfold.recommended(grids)) == {"self_attn.qk": False, "self_attn.vo": True}
+    for asked in ({"tilt": 0.5}, {"row_balance": 0.0}):
+        assert all(tilted(rankfold.recommended(grids, **asked)).values())
+        assert all(tilted(rankfold.recommended([{"grids": grids, **asked}])).values())
+    assert all(grid.tilted for grid in grids)
+    assert rankfold.recommended(Heads().grid()).param_groups[0]["grids"][0].tilted
+
+
 def test_a_group_with_a_learning_rate_of_its_own_goes_by_that() -> None:
     """As the docs give value·output products one; 8 times it would be no rate that anyone chose."""
     qk, vo = rankfold.attention_grids(opt())[:2]

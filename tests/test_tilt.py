@@ -136,3 +136,45 @@ def test_no_gauge_is_seen(geometry: str) -> None:
     assert (one - other).norm() < 1e-9 * one.norm()
     plain = moved(geometry, eye, normalize="whitened", nesterov=True)
     assert (one - plain).norm() > 0.05 * one.norm()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(
+    "told", [{"tilt": 0.25}, {"row_balance": 0.5}, {"tilt": 1, "row_balance": 1}]
+)
+@pytest.mark.parametrize("geometry", ["fixed-quotient", "fixed-embedded"])
+@pytest.mark.parametrize("tilted", [(True, False, True), (False, False, False)])
+def test_grids_that_go_without_it(
+    tilted: tuple[bool, ...], geometry: str, told: dict[str, float], capturable: bool
+) -> None:
+    """In one stack with the others, as they would go in an optimizer of their own."""
+
+    def factors() -> list[tuple[nn.Parameter, nn.Parameter]]:
+        generator = torch.Generator().manual_seed(11)
+        made = torch.randn(len(tilted), 2, 12, 4, generator=generator, dtype=torch.float64)
+        return [(nn.Parameter(a.clone()), nn.Parameter(b.clone())) for a, b in made]
+
+    def optimizer(grids: list[Grid], **options: Any) -> RiemannianSGD:
+        lr = torch.tensor(0.1, dtype=torch.float64) if capturable else 0.1
+        options |= {"geometry": geometry, "momentum": 0.5, "capturable": capturable}
+        return RiemannianSGD(grids, lr, normalize="whitened", **options)
+
+    together, apart = factors(), factors()
+    grids = [Grid(a, b, tilted=on) for (a, b), on in zip(together, tilted, strict=True)]
+    one = optimizer(grids, **told)
+    alone = [
+        optimizer([Grid(a, b)], **(told if on else {}))
+        for (a, b), on in zip(apart, tilted, strict=True)
+    ]
+    for step in range(3):
+        for pairs, optimizers in ((together, [one]), (apart, alone)):
+            for k, (a, b) in enumerate(pairs):
+                generator = torch.Generator().manual_seed(7 * step + k)
+                z = torch.randn(12, 12, generator=generator, dtype=torch.float64)
+                a.grad, b.grad = z @ b.detach(), z.mT @ a.detach()
+            for each in optimizers:
+                each.step()
+    ((joint,),) = one._plans.values()
+    assert len(joint.plan.stacks) == 1
+    for pair, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(pair, other, atol=1e-12, rtol=0)

@@ -58,11 +58,12 @@ def recommended(
         output_rate: how much faster than value weights output weights go there, the left factors.
             Steps that are not whitened have one rate for both, that of the output weights.
         overrides: options of `RiemannianSGD`, in place of those recommended. What is recommended
-            for whitened steps of fixed rank alone, or for a momentum, is left out of others.
+            for whitened steps of fixed rank alone, or for a momentum, is left out of others. A tilt
+            or a row balance that is asked for is for query·key products as well.
 
-    The choice is fixed-quotient geometry, normalize "whitened" with a tilt of ¼ and a row balance
-    of ½, growth ½, and momentum 0.8 of unit gradients with nesterov. Parameters outside of the
-    products need an optimizer of their own, such as AdamW.
+    The choice is fixed-quotient geometry, normalize "whitened", with a tilt of ¼ and a row balance
+    of ½ for all but query·key products, growth ½, and momentum 0.8 of unit gradients with nesterov.
+    Parameters outside of the products need an optimizer of their own, such as AdamW.
     """
     if isinstance(model_or_grids, nn.Module):
         model_or_grids = attention_grids(model_or_grids)
@@ -72,6 +73,8 @@ def recommended(
     for given in as_groups(model_or_grids):
         grids = as_grid_list(given)
         chosen = _completed({**overrides, **given})
+        if not {"tilt", "row_balance"} & (overrides.keys() | given.keys()):
+            grids = [_untilted(grid) if _is(grid, "qk") else grid for grid in grids]
         if "lr" not in given:
             apart = chosen["normalize"] == WHITENED
             grids = [_at_rates(grid, vo_rate, output_rate, apart) for grid in grids]
@@ -99,7 +102,18 @@ def _completed(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_value_output(grid: Grid) -> bool:
     """Whether it is of value·output products, by its name."""
-    return str(grid.name).rpartition(".")[2] == "vo"
+    return _is(grid, "vo")
+
+
+def _is(grid: Grid, kind: str) -> bool:
+    return str(grid.name).rpartition(".")[2] == kind
+
+
+def _untilted(grid: Grid) -> Grid:
+    """A copy that goes without tilt and row balance."""
+    plain = copy.copy(grid)
+    plain.tilted = False
+    return plain
 
 
 def _at_rates(grid: Grid, vo_rate: float, output_rate: float, apart: bool) -> Grid:

@@ -168,6 +168,7 @@ class Grid:
         rate: its learning rate, as a multiple of that of its parameter group.
         sides: what the left and what the right factors' part of a step is multiplied with, for
             ``normalize="whitened"``, where each factor goes by itself.
+        tilted: whether ``tilt`` and ``row_balance`` of its parameter group are for it, too.
     """
 
     def __init__(
@@ -179,10 +180,12 @@ class Grid:
         name: str | None = None,
         rate: float = 1.0,
         sides: tuple[float, float] = (1.0, 1.0),
+        tilted: bool = True,
     ) -> None:
         self.name = name
         self.rate = rate
         self.sides = sides
+        self.tilted = tilted
         self.groups = groups
         self.left = _as_factors(left)
         self.right = _as_factors(right)
@@ -248,7 +251,8 @@ class Grid:
     def __repr__(self) -> str:
         rate = "" if self.rate == 1 else f", rate={self.rate:g}"
         sides = "" if self.sides == (1, 1) else f", sides={self.sides}"
-        inside = f"left={self.left}, right={self.right}, groups={self.groups}{rate}{sides}"
+        tilted = "" if self.tilted else ", tilted=False"
+        inside = f"left={self.left}, right={self.right}, groups={self.groups}{rate}{sides}{tilted}"
         return f"Grid(name={self.name!r}, {inside})"
 
     @property

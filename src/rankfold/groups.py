@@ -99,40 +99,46 @@ class Rate(NamedTuple):
     """The learning rate of a stack's members: a float or 0-dim tensor for all, or (batch,).
 
     ``longest`` is the largest of numbers that differ, which the host knows. ``sides`` is what each
-    side's part of a step is of that rate, None for all of it.
+    side's part of a step is of that rate, None for all of it. ``tilted`` says for whom the group's
+    tilt and row balance are: all, none, or some (batch,).
     """
 
     lr: float | Tensor
     longest: float | None = None
     sides: Sides | None = None
+    tilted: bool | Tensor = True
 
     def of(self, members: slice) -> Rate:
         """That of some members."""
-        lr, sides = self.lr, self.sides
+        lr, sides, tilted = self.lr, self.sides, self.tilted
         if isinstance(lr, Tensor) and lr.dim():
             lr = lr[members]
         if sides is not None:
             sides = Sides(*(side[members] for side in sides))
-        return self._replace(lr=lr, sides=sides)
+        if isinstance(tilted, Tensor):
+            tilted = tilted[members]
+        return self._replace(lr=lr, sides=sides, tilted=tilted)
 
 
 class Owner(NamedTuple):
     """What sets a member's learning rate: its group, by position, and its grid.
 
     ``share`` of the group's rate is that of the grid's faster side, and ``sides`` are both sides'
-    shares of this one, so that no part of a step is longer than the rate of its member.
+    shares of this one, so that no part of a step is longer than the rate of its member. ``tilted``
+    is the grid's own.
     """
 
     group: int
     share: float
     sides: tuple[float, float]
+    tilted: bool
 
     @classmethod
     def of(cls, group: int, grid: Grid) -> Owner:
         """Of the members of a grid."""
         left, right = grid.sides
         faster = max(left, right)
-        return cls(group, faster * grid.rate, (left / faster, right / faster))
+        return cls(group, faster * grid.rate, (left / faster, right / faster), grid.tilted)
 
     @property
     def uneven(self) -> bool:
@@ -167,12 +173,16 @@ class Owners:
         if any(owner.uneven for owner in owners):
             both = torch.tensor([owner.sides for owner in owners], dtype=stack.dtype, device=device)
             self._sides = Sides(*both.unbind(1))
+        tilted = [owner.tilted for owner in owners]
+        self._tilted: bool | Tensor = all(tilted)
+        if any(tilted) and not all(tilted):
+            self._tilted = torch.tensor(tilted, device=device)
 
     def rate(self, groups: Sequence[Group]) -> Rate:
         """The members' learning rates as they are now, without a look at tensors."""
         first = self.distinct[0]
         if self._places is None or all(owner.is_like(first, groups) for owner in self.distinct):
-            return Rate(first.rate(groups), None, self._sides)
+            return Rate(first.rate(groups), None, self._sides, self._tilted)
         rates = [owner.rate(groups) for owner in self.distinct]
         # Filled one by one: a list of numbers would be copied from the host, and a graph is to read
         # tensors where they are.
@@ -180,7 +190,7 @@ class Owners:
         for entry, lr in zip(table.unbind(), rates, strict=True):
             entry.fill_(lr)
         longest = None if isinstance(rates[0], Tensor) else max(rates)
-        return Rate(table.index_select(0, self._places), longest, self._sides)
+        return Rate(table.index_select(0, self._places), longest, self._sides, self._tilted)
 
 
 class JointPlan:
@@ -199,6 +209,7 @@ class JointPlan:
 
 def step_options(group: Group, rate: Rate, geometry: Geometry, largest: float) -> StepOptions:
     """A group's options as a step of ``geometry`` wants them; ``largest`` is what can be stored."""
+    tilted = rate.tilted
     return StepOptions(
         lr=rate.lr,
         longest=rate.longest,
@@ -218,8 +229,9 @@ def step_options(group: Group, rate: Rate, geometry: Geometry, largest: float) -
         second_moment=group["second_moment"],
         bias_correction=group["bias_correction"],
         growth=group["growth"],
-        tilt=group["tilt"],
-        row_balance=group["row_balance"],
+        tilt=0.0 if tilted is False else group["tilt"],
+        row_balance=0.0 if tilted is False else group["row_balance"],
+        tilted=tilted if isinstance(tilted, Tensor) else None,
         weight_decay=group["weight_decay"],
         decay_to=group["decay_to"],
         largest=largest,

@@ -29,11 +29,21 @@ TILTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # found by products: every half is a root 
 
 
 class Manner(NamedTuple):
-    """How parts are whitened: norms count from ``floor`` on, and the two powers above."""
+    """How parts are whitened: norms count from ``floor`` on, and the two powers above.
+
+    These are for ``members`` (batch,) alone, or for all where that is None.
+    """
 
     floor: float
     tilt: float = 0.0
     balance: float = 0.0
+    members: Tensor | None = None
+
+    def chosen(self, new: Tensor, old: Tensor | float) -> Tensor:
+        """``new`` (batch, ...) of its members, and ``old`` of the others."""
+        if self.members is None:
+            return new
+        return torch.where(tall.per_member(self.members, new), new, old)
 
 
 class Direction(NamedTuple):
@@ -61,12 +71,12 @@ def whiten(
         made, squares = _even(x, turn, partners, manner, share)
         return Direction(x, made if turn is None else turn @ made, squares)
     x = x if turn is None else tall.turn(x, turn)
-    weights = _row_weights(x, manner.balance)
+    weights = manner.chosen(_row_weights(x, manner.balance), 1.0)
     x = x * weights
     made, squares = _even(x, None, partners, manner, share)
     x = x * weights
     longer = squared_norm_weighted(made, tall.gram(x))
-    ratio = squares / longer.clamp_min(least_square(longer))
+    ratio = manner.chosen(squares / longer.clamp_min(least_square(longer)), 1.0)
     return Direction(x, ratio.sqrt()[..., None, None] * made, squares)
 
 
@@ -91,7 +101,8 @@ def _even(
         square = square * share[:, None].square()
     length = squared_norm_weighted(second, raised)
     if manner.tilt:
-        second = second @ _power(first * (SMALLEST * scale.sqrt())[..., None, None], manner.tilt)
+        power = _power(first * (SMALLEST * scale.sqrt())[..., None, None], manner.tilt)
+        second = manner.chosen(second @ power, second)
         tilted = squared_norm_weighted(second, raised)
         square = square * length / tilted.clamp_min(least_square(tilted))
         length = tilted

@@ -37,7 +37,8 @@ class StepOptions:
 
     ``longest`` is the largest of (batch,) learning rates where the host knows it. ``sides``, each
     (batch,) and at most 1, is what a whitened step takes of the left and of the right factors'
-    parts, None for all. A ``capturable`` step runs the same operations whatever the value of
+    parts, None for all. ``tilt`` and ``row_balance`` are of the members ``tilted`` (batch,) alone,
+    None for all. A ``capturable`` step runs the same operations whatever the value of
     ``lr``, a tensor, is.
     """
 
@@ -59,6 +60,7 @@ class StepOptions:
     growth: float = 0.0
     tilt: float = 0.0
     row_balance: float = 0.0
+    tilted: Tensor | None = None
     weight_decay: float = 0.0
     decay_to: float = 0.0
     largest: float = torch.finfo(torch.float32).max  # what the parameters can store
@@ -68,7 +70,7 @@ class StepOptions:
     @property
     def manner(self) -> Manner:
         """How a whitened step of a fixed-rank geometry is made."""
-        return Manner(self.norm_floor, self.tilt, self.row_balance)
+        return Manner(self.norm_floor, self.tilt, self.row_balance, self.tilted)
 
     @property
     def shrink(self) -> float | Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from .. import kernels
 from ..defaults import is_value_output
 from ..factors import Grid
 from ..geometries import is_isometry
@@ -49,6 +50,7 @@ class WideAdamW:
 
     ``momentum`` is its first beta, 0 for torch's own. With ``masters`` a float32 copy of
     low-precision weights lives on between steps; without, each step begins at the rounded weights.
+    A GPU makes a step with masters in ``one_pass`` through memory, to float32 rounding torch's own.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class WideAdamW:
         self.wide = self.params
         if self.narrow:
             self.wide = [p.detach().float() for p in params]
+        mastered = self.narrow and masters and all(p.is_contiguous() for p in params)
+        self.one_pass = mastered and kernels.available(self.params[0].device)
         self.inner = AdamW(
             self.wide,
             lr=_rate(lr, self.wide[0], capturable),
@@ -79,6 +83,11 @@ class WideAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Update the weights from their gradients."""
+        if self.one_pass:
+            from . import adamw_kernel  # which wants Triton
+
+            adamw_kernel.step(self.inner, self.params)
+            return
         if self.narrow:
             if not self.masters:
                 torch._foreach_copy_(self.wide, self.params)
@@ -117,6 +126,7 @@ class Riemannian:
         for grid in grids:
             grid.rate = config.vo_rate if is_value_output(grid) else 1.0
             grid.sides = _sides(grid, config)
+            grid.tilted = config.tilted_products == "all" or is_value_output(grid)
         self.scale_share = config.scale_lr / config.lr if config.scale_lr else None
         bounded = is_isometry(config.name) and config.normalize != "none"
         bounded = bounded and config.momentum_form != "heavy-ball" and not config.second_moment
@@ -127,7 +137,7 @@ class Riemannian:
         self.capturable = graph and recordable
         beside = grids[0].params()[0]
         self.inner = RiemannianSGD(
-            _groups(grids, config),
+            grids,
             _rate(config.lr, beside, self.capturable),
             geometry=config.name,
             momentum=config.momentum,
@@ -206,22 +216,8 @@ def by_rate(grids: Sequence[Grid], config: OptimizerConfig) -> list[tuple[list[G
     """Grids that go by one learning rate, and its share: value·output ones by ``vo_rate``."""
     if config.vo_rate == config.output_rate == 1:
         return [(list(grids), 1.0)]
-    others, value_output = _by_kind(grids)
-    return [(others, 1.0), (value_output, config.vo_rate)]
-
-
-def _by_kind(grids: Sequence[Grid]) -> tuple[list[Grid], list[Grid]]:
-    """Query·key grids, and value·output ones."""
     others = [grid for grid in grids if not is_value_output(grid)]
-    return others, [grid for grid in grids if is_value_output(grid)]
-
-
-def _groups(grids: Sequence[Grid], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameter groups of a geometry: one, unless some products alone are tilted."""
-    if config.tilted_products == "all":
-        return [{"grids": list(grids)}]
-    others, value_output = _by_kind(grids)
-    return [{"grids": value_output}, {"grids": others, "tilt": 0.0, "row_balance": 0.0}]
+    return [(others, 1.0), ([grid for grid in grids if is_value_output(grid)], config.vo_rate)]
 
 
 def _rate(lr: float, beside: Tensor, capturable: bool) -> float | Tensor:
