@@ -35,7 +35,9 @@ def apart(model: Language, base: str) -> list[Optimizer]:
     ]
     for grid in grids:
         if str(grid.name).endswith(".vo"):
-            grid.rate, grid.sides = 2.0, (4.0, 1.0)
+            grid.rate, grid.sides = 4.0, (2.0, 1.0)
+        else:
+            grid.tilted = False
     products = RiemannianSGD(
         grids,
         0.05,

@@ -33,8 +33,8 @@ def test_value_output_products_take_longer_steps() -> None:
     model = nn.TransformerEncoderLayer(16, 2)
     grids = rankfold.attention_grids(model)
     for optimizer, values, outputs in (
-        (rankfold.recommended(model), 2.0, 8.0),
-        (rankfold.recommended(grids, vo_rate=4.0), 4.0, 16.0),
+        (rankfold.recommended(model), 4.0, 8.0),
+        (rankfold.recommended(grids, vo_rate=2.0), 2.0, 4.0),
         (rankfold.recommended([{"grids": grids}], vo_rate=1.0, output_rate=1.0), 1.0, 1.0),
         (rankfold.recommended(grids, normalize="metric"), 8.0, 8.0),
     ):

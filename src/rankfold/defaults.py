@@ -33,8 +33,8 @@ RECOMMENDED: Mapping[str, Any] = MappingProxyType(
     }
 )
 # Of value weights beside query·key products, and of output weights beside value weights.
-VALUE_OUTPUT_RATE = 2.0
-OUTPUT_RATE = 4.0
+VALUE_OUTPUT_RATE = 4.0
+OUTPUT_RATE = 2.0
 
 
 def recommended(
@@ -51,7 +51,7 @@ def recommended(
         model_or_grids: a model, of which it takes `attention_grids`, or what `RiemannianSGD` takes.
         lr: learning rate: every singular value that a step of one factor changes in a product, at
             first. The default, 2⁻⁸, is for factors with singular values of about one, and runs of
-            10,000 steps; for 1,000 take two to four times as much.
+            10,000 steps; for 1,000 take twice as much.
         vo_rate: what the `Grid.rate` of value·output products is multiplied by, unless their group
             has an ``lr`` of its own. These are known by their names, as `attention_grids` gives
             them: ``"….vo"``.
