@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from rankfold import Grid, RiemannianSGD
+from rankfold import Factor, Grid, RiemannianSGD, recommended
 
 from .heads import Heads
 from .reference import GEOMETRIES, ISOMETRIES
@@ -96,6 +96,36 @@ def compile_once(geometry: str, kind: str, steps: int, groups: int = 1, **more: 
     for pair in zip(compiled, plain, strict=True):
         for one, other in zip(*(model.parameters() for model in pair), strict=True):
             assert (one - other).abs().max() <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the compiler says of its own parts
+def test_what_the_compiler_makes_of_the_recommended_step() -> None:
+    """With the code it writes: query and key weights of one shape, in one or interleaved."""
+
+    def trained(compiled: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        pair = [torch.nn.Parameter(torch.randn(12, 4, generator=generator)) for _ in range(2)]
+        fused = torch.nn.Parameter(torch.randn(18, 12, generator=generator))
+        query, key = (Factor(fused, axis=0, rank=2, blocks=3, stride=6, start=k) for k in (0, 2))
+        grids = [Grid(*pair, name="one.vo"), Grid(query, key, groups=3, name="other.qk")]
+        optimizer = recommended(grids, 0.1)
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for _ in range(3):
+            products = torch.cat([(pair[0] @ pair[1].mT).flatten(), _interleaved(fused)])
+            optimizer.zero_grad()
+            (products - 1).square().sum().backward()
+            step()
+        return [*pair, fused]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(trained(True), trained(False), atol=2e-5, rtol=0)
+
+
+def _interleaved(fused: torch.Tensor) -> torch.Tensor:
+    """All entries of the products of queries and keys, of which each head has two rows in turn."""
+    query, key, _ = fused.unflatten(0, (3, 3, 2)).unbind(1)
+    return (query.mT @ key).flatten()
 
 
 @every_geometry

@@ -147,8 +147,16 @@ class Factor:
         return self._view(stacked.unsqueeze(-2))
 
     def _view(self, rows: Tensor) -> Tensor:
-        covered = (self.blocks - 1) * self.stride + self.rank
-        windows = rows.narrow(-1, self.start, covered).unfold(-1, self.rank, self.stride)
+        # Blocks with their gaps, where these all lie within the tensor: of windows of `unfold`
+        # torch's compiler forgets where they begin when a CPU is to multiply them.
+        lead = min(self.start, self.stride - self.rank)
+        first, whole = self.start - lead, self.blocks * self.stride
+        if first + whole <= rows.shape[-1]:
+            gapped = rows.narrow(-1, first, whole).unflatten(-1, (self.blocks, self.stride))
+            windows = gapped.narrow(-1, lead, self.rank)
+        else:
+            covered = whole - self.stride + self.rank
+            windows = rows.narrow(-1, self.start, covered).unfold(-1, self.rank, self.stride)
         return windows.transpose(-2, -3)
 
 
