@@ -152,8 +152,8 @@ class Factor:
         lead = min(self.start, self.stride - self.rank)
         first, whole = self.start - lead, self.blocks * self.stride
         if first + whole <= rows.shape[-1]:
-            gapped = rows.narrow(-1, first, whole).unflatten(-1, (self.blocks, self.stride))
-            windows = gapped.narrow(-1, lead, self.rank)
+            gapped = rows.narrow(-1, first, whole).view(*rows.shape[:-1], self.blocks, self.stride)
+            windows: Tensor = gapped.narrow(-1, lead, self.rank)
         else:
             covered = whole - self.stride + self.rank
             windows = rows.narrow(-1, self.start, covered).unfold(-1, self.rank, self.stride)
