@@ -99,7 +99,7 @@ def compile_once(geometry: str, kind: str, steps: int, groups: int = 1, **more: 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # what the compiler says of its own parts
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 def test_what_the_compiler_makes_of_the_recommended_step() -> None:
     """With the code it writes: query and key weights of one shape, in one or interleaved."""
 
@@ -119,7 +119,7 @@ def test_what_the_compiler_makes_of_the_recommended_step() -> None:
         return [*pair, fused]
 
     torch._dynamo.reset()
-    torch.testing.assert_close(trained(True), trained(False), atol=2e-5, rtol=0)
+    torch.testing.assert_close(trained(True), trained(False), atol=1e-5, rtol=0)
 
 
 def _interleaved(fused: torch.Tensor) -> torch.Tensor:

@@ -86,8 +86,12 @@ def test_each_kind_of_products_has_a_manner_of_its_own(model: str, graph: bool) 
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_all_products_are_one_group() -> None:
-    config = replace(CONFIG, tilted_products="all")
+@pytest.mark.parametrize(("products", "queries"), [("all", True), ("vo", False)])
+def test_one_group_has_both_kinds(products: str, queries: bool) -> None:
+    config = replace(CONFIG, tilted_products=products)
     (group,) = Riemannian(wide("tiny").grids(), config).inner.param_groups
     assert (group["tilt"], group["row_balance"]) == (0.25, 0.5)
-    assert group["grid_names"] == ["layer0.qk", "layer0.vo", "layer1.qk", "layer1.vo"]
+    tilted = {grid.name: grid.tilted for grid in group["grids"]}
+    layers = ("layer0", "layer1")
+    kinds = {"qk": queries, "vo": True}
+    assert tilted == {f"{layer}.{kind}": on for layer in layers for kind, on in kinds.items()}
