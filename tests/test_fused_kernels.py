@@ -102,7 +102,7 @@ def test_squares(shape: tuple[int, int, int]) -> None:
 def test_combinations(shape: tuple[int, int, int]) -> None:
     case = Case(shape)
     a, t, c, d = case.wide
-    combine = kernels.tall.combine
+    combine = kernels.moves.combine
     assert error(combine(case.a, case.c, case.t, case.d), a @ c + t @ d) < 4 * EPS
     assert error(combine(case.a, case.c, case.t, 0.25, sign=-1.0), t / 4 - a @ c) < 4 * EPS
     plus = tall.Plus(case.t, 0.5)
@@ -112,12 +112,12 @@ def test_combinations(shape: tuple[int, int, int]) -> None:
     case.t[1, 0, 0] = torch.nan
     alive = torch.tensor([True, False, True], device=DEVICE)
     scale = torch.tensor([0.5, 1.0, -2.0], device=DEVICE)
-    stepped = kernels.tall.step(case.a, case.t, scale, alive)
+    stepped = kernels.moves.step(case.a, case.t, scale, alive)
     assert torch.equal(stepped[1], case.a[1])
     wide = a + scale.double()[:, None, None, None] * t
     assert error(stepped[::2], wide[::2]) < 4 * EPS
-    assert torch.equal(kernels.tall.step(case.a, case.t, scale)[::2], stepped[::2])
-    assert torch.equal(kernels.tall.restore(stepped, case.t, alive)[::2], stepped[::2])
+    assert torch.equal(kernels.moves.step(case.a, case.t, scale)[::2], stepped[::2])
+    assert torch.equal(kernels.moves.restore(stepped, case.t, alive)[::2], stepped[::2])
     assert torch.equal(stepped[1].nan_to_num(), case.t[1].nan_to_num())
     moved = combine(case.a, case.c, case.t, case.d, add_a=True, alive=alive)
     assert torch.equal(moved[1], case.a[1])
@@ -126,11 +126,53 @@ def test_combinations(shape: tuple[int, int, int]) -> None:
 
 
 @in_kernels
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 100), *LARGE])
+def test_squares_of_some_members(shape: tuple[int, int, int]) -> None:
+    case = Case(shape)
+    only = torch.tensor([True, False, True], device=DEVICE)
+    found = kernels.tall.square(case.t, case.c, only)
+    assert torch.equal(found[::2], kernels.tall.square(case.t, case.c)[::2])
+    assert not found[1].any()
+
+
+@in_kernels
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 100), *LARGE])
+def test_lifts(shape: tuple[int, int, int]) -> None:
+    case = Case(shape)
+    a, t, c, d = case.wide
+    expected = t @ d - a @ c
+    rows, inner = kernels.moves.lift(case.t, case.d, case.a, case.c)
+    assert error(rows, expected) < 4 * EPS
+    sizes = t.flatten(2).norm(dim=-1) * expected.flatten(2).norm(dim=-1)
+    off = (inner.double() - (t * expected).sum((-2, -1))).abs()
+    assert float((off / sizes).max()) < 4 * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("size", [2.0**-4, 2.0**-9, 0.0])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 100), *LARGE])
+def test_stepped_factors(shape: tuple[int, int, int], size: float) -> None:
+    # A change of any size, below and above where fewer products do.
+    case = Case(shape)
+    a, t, _, d = case.wide
+    alive = torch.tensor([True, False, True], device=DEVICE)
+    scale = torch.tensor([0.5, 1.0, -2.0], device=DEVICE)
+    moved = a + scale.double()[:, None, None, None] * t
+    gram = kernels.tall.stepped_gram(case.a, case.t, scale)
+    assert error(gram, moved.mT @ moved) < 8 * EPS
+    change = size * case.d / d.flatten(2).norm(dim=-1).float()[..., None, None]
+    settled = kernels.moves.settle(case.a, case.t, scale, change, alive)
+    assert torch.equal(settled[1], case.a[1])
+    expected = moved + moved @ change.double()
+    assert error(settled[::2], expected[::2]) < 4 * EPS
+
+
+@in_kernels
 def test_arguments_need_not_be_contiguous() -> None:
     x, c = randn(2, 1, 16, 40, seed=5).mT, randn(2, 1, 16, 16, seed=6).mT
     assert error(kernels.tall.sums(x, None, own=True)[0], x.double().mT @ x.double()) < 8 * EPS
     expected = x.double() @ c.double() + x.double()
-    assert error(kernels.tall.combine(x, c, x, 1.0), expected) < 4 * EPS
+    assert error(kernels.moves.combine(x, c, x, 1.0), expected) < 4 * EPS
 
 
 @in_kernels

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankfold import linalg, polar, tall
-from rankfold.geometries.stiefel import moved_spread
+from rankfold.geometries.settling import moved_spread
 from rankfold.geometries.terms import LONGEST_CAPTURED
 
 DTYPES = [torch.float64, torch.float32]

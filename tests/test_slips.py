@@ -92,10 +92,9 @@ def printed_carry(
     return carry(self, coords._replace(xx=r_x @ r_x, yy=r_y @ r_y), new, deskew)
 
 
-def printed_reduced_transport(self: StiefelGeometry, frame: StiefelFrame, momentum: Pair) -> Pair:
+def printed_reduced_transport(self: StiefelGeometry, frame: StiefelFrame, overlaps: Pair) -> Pair:
     """A.4 Step 5 in its "considerably reduced" form."""
-    (u, v), (m_u, m_v) = frame.point, momentum
-    left, right = u.mT @ m_u, v.mT @ m_v
+    left, right = overlaps
     return Pair(left + skew(right) / 2, right + skew(left) / 2)
 
 
@@ -157,7 +156,7 @@ SLIPS: list[tuple[type, str, Callable[..., Any], Detector]] = [
     ),
     (
         StiefelGeometry,
-        "_arrival",
+        "arrival",
         printed_reduced_transport,
         lambda: trajectory_error("isometry-quotient", (1, 1)),
     ),

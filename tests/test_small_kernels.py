@@ -187,10 +187,26 @@ def test_inverse_sqrt(small: ModuleType, r: int) -> None:
     reference = (vectors / values.sqrt()) @ vectors.mT
     steps = polar.newton_schulz_steps(0.4, torch.float32)
     library = relative_error(polar.inverse_sqrt(gram.cpu(), steps), reference).max()
-    error = relative_error(small.inverse_sqrt(gram.mT, steps, scaled=False), reference).max()
+    error = relative_error(small.inverse_sqrt(gram.mT, steps, scale=1.0), reference).max()
     assert error < 2 * library + 2 * EPS
-    one_step = small.inverse_sqrt(gram, 1, scaled=False)
+    one_step = small.inverse_sqrt(gram, 1, scale=1.0)
     assert relative_error(one_step, polar.inverse_sqrt(gram.cpu(), 1)).max() < 2 * EPS
+
+
+@in_kernels
+@sizes
+def test_inverse_sqrt_where_none_is_found(small: ModuleType, r: int) -> None:
+    vectors = torch.linalg.qr(randn(4, r, r, seed=1)).Q
+    values = 1.5 + torch.linspace(-1, 1, r, dtype=torch.float64)
+    gram = on_device((vectors * values) @ vectors.mT)
+    reference = (vectors / values.sqrt()) @ vectors.mT
+    made, error = torch.zeros_like(gram), torch.zeros_like(gram)
+    error[1::2, 0, 0] = 0.5
+    found = small.Found((made,), error, 0.1)
+    steps = polar.newton_schulz_steps(2 / 3, torch.float32)
+    result = small.inverse_sqrt(gram, steps, scale=1 / 1.5, found=found)
+    assert not result[::2].any()
+    assert relative_error(result[1::2], reference[1::2]).max() < 16 * EPS
 
 
 @in_kernels
@@ -201,7 +217,7 @@ def test_scaled_inverse_sqrt(small: ModuleType, r: int) -> None:
     gram = on_device((vectors * values) @ vectors.mT)
     gram[2] = torch.nan
     reference = ((vectors / values.sqrt()) @ vectors.mT)[[0, 1, 3]]
-    result = small.inverse_sqrt(gram, 12, scaled=True)
+    result = small.inverse_sqrt(gram, 12)
     library = polar.scaled_inverse_sqrt(gram.cpu(), 12)
     assert not result[2].isfinite().any()
     error, library_error = (
@@ -243,7 +259,7 @@ def test_in_a_graph(small: ModuleType) -> None:
         return [
             *small.cholesky_inverse(gram),
             small.inverse(x),
-            small.inverse_sqrt(gram, 3, scaled=True),
+            small.inverse_sqrt(gram, 3),
         ]
 
     expected = everything()

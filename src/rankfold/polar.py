@@ -46,21 +46,34 @@ def newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
 def inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
     if kernels.serve_small(gram):
-        return kernels.small.inverse_sqrt(gram, steps, scaled=False)
+        return kernels.small.inverse_sqrt(gram, steps, scale=1.0)
     if not tall.can_ask(gram):
         return _iterated_inverse_sqrt(gram, steps)
-    # The series of (I − E)^(-1/2) up to E⁴, for members whose E⁵ is rounding.
-    eye, eps = identity_like(gram), torch.finfo(gram.dtype).eps
-    error = eye - gram
-    size = squared_norm(error, 2)
-    found, square = torch.add(eye, error, alpha=0.5), square_unless_rounding(error, size)
-    if square.dim():
-        higher = torch.add(0.375 * eye, error, alpha=5 / 16).add_(square, alpha=35 / 128)
-        found = tall.add_product(found, square, higher)
-    near = size < (4 * eps) ** 0.4
+    found, error = _series(gram)
+    near = squared_norm(error, 2) < _fifth_power_is_rounding(gram.dtype)
     if near.all():
         return found
     return torch.where(near[..., None, None], found, _iterated_inverse_sqrt(gram, steps))
+
+
+def _series(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """The series of (I − E)^(-1/2) up to E⁴, and E."""
+    eye = identity_like(gram)
+    error = eye - gram
+    found = torch.add(eye, error, alpha=0.5)
+    if tall.can_ask(error):
+        square = square_unless_rounding(error, squared_norm(error, 2))
+    else:
+        square = error @ error
+    if square.dim():
+        higher = torch.add(0.375 * eye, error, alpha=5 / 16).add_(square, alpha=35 / 128)
+        found = tall.add_product(found, square, higher, given=True)
+    return found, error
+
+
+def _fifth_power_is_rounding(dtype: torch.dtype) -> float:
+    """The square of the norm below which an E (..., r, r) has a fifth power that is rounding."""
+    return float((4 * torch.finfo(dtype).eps) ** 0.4)
 
 
 def _iterated_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
@@ -78,7 +91,7 @@ def _iterated_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
 def scaled_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """The same for any positive eigenvalues: scaled so that [1, row-sum bound] centres on 1."""
     if kernels.serve_small(gram):
-        return kernels.small.inverse_sqrt(gram, steps, scaled=True)
+        return kernels.small.inverse_sqrt(gram, steps)
     bound = gram.abs().sum(-1).amax(-1)[..., None, None].clamp_min(1)
     scale = 2 / (1 + bound)
     return inverse_sqrt(gram * scale, steps) * scale.sqrt()
@@ -92,6 +105,11 @@ def polar_scaling(gram: Tensor, spread: Spread | None) -> Tensor:
     """
     if is_small(spread):
         steps, centre = newton_schulz_steps(spread.share, gram.dtype), spread.centre
+        if kernels.serve(gram) and not kernels.serve_small(gram):
+            # What may be far from I seldom is. Each member goes by its own distance.
+            series, error = _series(gram)
+            found = kernels.small.Found((series,), error, _fifth_power_is_rounding(gram.dtype))
+            return kernels.small.inverse_sqrt(gram, steps, scale=1 / centre, found=found)
         if centre == 1:
             return inverse_sqrt(gram, steps)
         return inverse_sqrt(gram / centre, steps) / math.sqrt(centre)

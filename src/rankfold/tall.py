@@ -39,10 +39,13 @@ def turned_gram(x: Tensor, coefficient: Tensor) -> Tensor:
     return gram(turn(x, coefficient))
 
 
-def turned_square(x: Tensor, coefficient: Tensor) -> Tensor:
-    """``‖x coefficient‖²`` over the last two dimensions, (...)."""
+def turned_square(x: Tensor, coefficient: Tensor, only: Tensor | None = None) -> Tensor:
+    """``‖x coefficient‖²`` over the last two dimensions, (...).
+
+    Where it is asked for of some members (batch,) ``only``, it may be anything for the others.
+    """
     if kernels.serve(x):
-        return kernels.tall.square(x, coefficient)
+        return kernels.tall.square(x, coefficient, only)
     return square(turn(x, coefficient))
 
 
@@ -105,7 +108,7 @@ def subtract(
     A ``t`` that is given away may be written into.
     """
     if kernels.serve(t, u):
-        return kernels.tall.combine(u, coefficient, t, weight, sign=-1.0, plus=plus, given=given)
+        return kernels.moves.combine(u, coefficient, t, weight, sign=-1.0, plus=plus, given=given)
     if plus is not None:
         made = torch.add(weight * t, plus.x, alpha=plus.weight)
         return add_product(made, u, coefficient, alpha=-1.0, given=True)
@@ -115,30 +118,47 @@ def subtract(
 def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:
     """``t c_t``, with a further term if there is one."""
     if kernels.serve(t):
-        return kernels.tall.combine(None, None, t, c_t, plus=plus)
+        return kernels.moves.combine(None, None, t, c_t, plus=plus)
     if plus is not None:
         return add_product(plus.x, t, c_t, beta=plus.weight)
     return (c_t.mT @ t.mT).mT if by_columns(t) else t @ c_t
 
 
+class Lifted(NamedTuple):
+    """A vector (..., m, r), and its inner product (...) with what it was made of."""
+
+    rows: Tensor
+    inner: Tensor
+
+
+def lift(g: Tensor, c_g: Tensor, a: Tensor, c_a: Tensor) -> Lifted:
+    """``g c_g − a c_a``, and how far it lies along ``g``."""
+    if kernels.serve(g, a):
+        return Lifted(*kernels.moves.lift(g, c_g, a, c_a))
+    made = add_product(turn(g, c_g), a, c_a, alpha=-1.0, given=True)
+    one, other = (x.mT if by_columns(x) else x for x in (g, made))
+    rows = one.reshape(*g.shape[:-2], 1, -1) @ other.reshape(*g.shape[:-2], -1, 1)
+    return Lifted(made, rows[..., 0, 0])
+
+
 def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:
     """``a c_a + t c_t``."""
     if kernels.serve(a, t):
-        return kernels.tall.combine(a, c_a, t, c_t)
+        return kernels.moves.combine(a, c_a, t, c_t)
     return add_product(turn(a, c_a), t, c_t, given=True)
 
 
 def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tensor:
     """``a + a c_a + t c_t``, and ``a`` itself for members (batch,) that are not ``alive``."""
     if kernels.serve(a, t):
-        return kernels.tall.combine(a, c_a, t, c_t, add_a=True, alive=alive)
+        return kernels.moves.combine(a, c_a, t, c_t, add_a=True, alive=alive)
     return choose(alive, add_product(add_product(a, a, c_a), t, c_t, given=True), a)
 
 
 def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
     """``a + scale t`` with a ``scale`` (batch,), and ``a`` itself for members not ``alive``."""
     if kernels.serve(a, t):
-        return kernels.tall.step(a, t, scale, alive)
+        return kernels.moves.step(a, t, scale, alive)
     moved = torch.addcmul(a, per_member(scale, t), t)
     return moved if alive is None else choose(alive, moved, a)
 
@@ -151,7 +171,7 @@ def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     if can_ask(mask) and mask.all():
         return yes
     if kernels.serve(yes, no) and yes.is_contiguous() and no.is_contiguous():
-        return kernels.tall.restore(yes, no, mask)
+        return kernels.moves.restore(yes, no, mask)
     return torch.where(per_member(mask, yes), yes, no)
 
 

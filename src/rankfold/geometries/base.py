@@ -107,6 +107,19 @@ class Geometry(ABC):
         carried, gradient = self.arrive(frame, momentum), self.gradient(frame, grad, repair)
         return Pair(*both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, gradient))
 
+    def descent(
+        self, frame: Any, grad: Pair, repair: str, momentum: Pair | None = None, nu: float = 0.0
+    ) -> tuple[Pair, Any]:
+        """The gradient, or its `mix` with a momentum, and the coordinates of it.
+
+        For geometries where the one has made what the other needs.
+        """
+        if momentum is None:
+            tangent = self.gradient(frame, grad, repair)
+        else:
+            tangent = self.mix(frame, grad, momentum, nu, repair)
+        return tangent, self.coordinates(frame, tangent)
+
     @abstractmethod
     def coordinates(self, frame: Any, tangent: Pair) -> Any:
         """The tangent vector as the norm, the retraction and the transport want it."""

@@ -97,12 +97,12 @@ def _smoothing(given: _Given) -> Course:
     geometry, frame, grad, momentum, running, options, scale = given
     nu, repair = options.momentum, options.gradient_repair
     if momentum is None:
-        tangent = ahead = geometry.gradient(frame, grad, repair)
+        tangent, coords = geometry.descent(frame, grad, repair)
+    elif options.momentum_form == "unit-smoothing":
+        tangent, coords = _unit_taken_in(given, momentum)
     else:
-        taking_in = _unit_taken_in if options.momentum_form == "unit-smoothing" else _taken_in
-        tangent, ahead = taking_in(given, momentum)
-    look_ahead = ahead is not tangent
-    coords = geometry.coordinates(frame, ahead)
+        tangent, coords = _taken_in(given, momentum)
+    look_ahead = momentum is not None and options.nesterov
     direction = geometry.direction(frame, coords, options)
     weight = running.weight if running is not None and options.bias_correction else None
     if weight is not None and look_ahead:
@@ -121,25 +121,28 @@ def _smoothing(given: _Given) -> Course:
         norm = _norm(geometry, frame, coords, options.normalize)
         norm = norm if weight is None else norm / weight
         scale = scale / norm.clamp_min(options.norm_floor)
-    return Course(direction, scale, tangent, ahead is tangent, running, None)
+    return Course(direction, scale, tangent, not look_ahead, running, None)
 
 
-def _taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Pair]:
-    """The momentum with a gradient taken in, and what a step goes along: that, or a look ahead."""
+def _taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
+    """The momentum with a gradient taken in, and coordinates of that or of a look ahead."""
     geometry, frame, grad, options = given.geometry, given.frame, given.grad, given.options
     nu, repair = options.momentum, options.gradient_repair
+    if not options.nesterov:
+        return geometry.descent(frame, grad, repair, momentum, nu)
     tangent = geometry.mix(frame, grad, momentum, nu, repair)
-    return tangent, geometry.mix(frame, grad, tangent, nu, repair) if options.nesterov else tangent
+    return tangent, geometry.descent(frame, grad, repair, tangent, nu)[1]
 
 
-def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Pair]:
+def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
     """The same with a gradient of length one."""
     geometry, frame, options = given.geometry, given.frame, given.options
-    fresh = geometry.gradient(frame, given.grad, options.gradient_repair)
-    norm = _norm(geometry, frame, geometry.coordinates(frame, fresh), "metric")
+    fresh, coords = geometry.descent(frame, given.grad, options.gradient_repair)
+    norm = _norm(geometry, frame, coords, "metric")
     share = (1 - options.momentum) / norm.clamp_min(options.norm_floor)
     tangent = _added(options.momentum, geometry.arrive(frame, momentum), share, fresh)
-    return tangent, _added(options.momentum, tangent, share, fresh) if options.nesterov else tangent
+    ahead = _added(options.momentum, tangent, share, fresh) if options.nesterov else tangent
+    return tangent, geometry.coordinates(frame, ahead)
 
 
 def _added(nu: float, old: Pair, scale: Tensor, new: Pair) -> Pair:

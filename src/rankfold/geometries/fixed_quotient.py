@@ -30,6 +30,9 @@ from ..whitening import Direction, Manner, whiten
 from . import decay
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 
+# A square norm below this share of what was taken away is not told from a difference.
+_LITTLE = 2.0**-4
+
 
 class GramFrame(NamedTuple):
     """The stacked factors (batch, I·m, r) and (batch, J·n, r), and the factored AᵀA and BᵀB.
@@ -43,12 +46,21 @@ class GramFrame(NamedTuple):
     damping: float
 
 
-class WeighedTangent(NamedTuple):
-    """A tangent vector, with ‖Ξ_A L_B‖² and ‖Ξ_B L_A‖² (batch,), whose sum is its square norm."""
+class WeighedTangent:
+    """A tangent vector, and the square of its norm where that is asked for.
 
-    vector: Pair
-    left: Tensor
-    right: Tensor
+    The norm comes of a product over all rows, which not every step needs.
+    """
+
+    def __init__(self, vector: Pair, weights: tuple[Tensor, Tensor], square: Tensor | None) -> None:
+        self.vector = vector
+        self._weights, self._square = weights, square
+
+    def square(self) -> Tensor:
+        """‖Ξ_A L_B‖² + ‖Ξ_B L_A‖², (batch,)."""
+        if self._square is None:
+            self._square = _weighed_square(self.vector, self._weights)
+        return self._square
 
 
 class FixedQuotient(Geometry):
@@ -109,18 +121,43 @@ class FixedQuotient(Geometry):
         towards_a, towards_b = both(towards, inverses, (left, right))
         return (towards_a - towards_b.mT) / 2
 
+    def descent(
+        self,
+        frame: GramFrame,
+        grad: Pair,
+        repair: str,
+        momentum: Pair | None = None,
+        nu: float = 0.0,
+    ) -> tuple[Pair, WeighedTangent]:
+        # A damped projection is not orthogonal, and a lift by itself has no use for this.
+        if momentum is not None or repair == "none" or frame.damping:
+            return super().descent(frame, grad, repair, momentum, nu)
+        left, right = frame.left, frame.right
+        flat = Pair(*map(flatten_blocks, grad))
+        inner = both(tall.overlap, frame.point, flat)
+        turns = both(lambda x: x.mT @ x, (right.inverse, left.inverse))
+        shift = self._shift(frame, *both(torch.matmul, inner, turns))
+        made = both(tall.lift, flat, turns, frame.point, (shift, -shift.mT))
+        # An orthogonal projection P of a vector G has ⟨G, P G⟩ for its square, of which rounding
+        # leaves little where it takes away nearly all. What it takes is told from r×r matrices.
+        square = made[0].inner + made[1].inner
+        removed = 2 * linalg.squared_norm(left.lower.mT @ shift @ right.lower, 2)
+        doubtful = ~(square > _LITTLE * removed) | left.lifted | right.lifted
+        rows = Pair(made[0].rows, made[1].rows)
+        if not tall.can_ask(doubtful) or doubtful.any():
+            exact = _weighed_square(rows, (right.lower, left.lower), doubtful)
+            square = torch.where(doubtful, exact, square)
+        tangent = Pair(*(x.view_as(g) for x, g in zip(rows, grad, strict=True)))
+        return tangent, WeighedTangent(tangent, (right.lower, left.lower), square)
+
     def coordinates(self, frame: GramFrame, tangent: Pair) -> WeighedTangent:
-        # The weights go in as Cholesky factors: through the Gram matrices themselves the sum
-        # would cancel, and lose the square of their conditioning.
-        flat = Pair(*map(flatten_blocks, tangent))
-        squares = both(tall.turned_square, flat, (frame.right.lower, frame.left.lower))
-        return WeighedTangent(tangent, *squares)
+        return WeighedTangent(tangent, (frame.right.lower, frame.left.lower), None)
 
     def vector(self, frame: GramFrame, coords: WeighedTangent) -> Pair:
         return coords.vector
 
     def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
-        return torch.sqrt(coords.left + coords.right)
+        return torch.sqrt(coords.square())
 
     def spectral_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # Ξ = C Vᵀ + U Dᵀ in the orthonormal frames U = A L_A⁻ᵀ, V = B L_B⁻ᵀ.
@@ -170,7 +207,8 @@ class FixedQuotient(Geometry):
             tall.turn(rows, turn @ partner.inverse[:, None]).view_as(old)
             for (rows, turn, _), partner, old in zip(found, partners, coords.vector, strict=True)
         )
-        return WeighedTangent(Pair(*made), *(side.squares.sum(1) for side in found))
+        square = found[0].squares.sum(1) + found[1].squares.sum(1)
+        return WeighedTangent(Pair(*made), (frame.right.lower, frame.left.lower), square)
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
@@ -236,5 +274,18 @@ def _entry_bound(
     """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ."""
     inverse_a, inverse_b = both(linalg.frobenius, inverses)
     size_a, size_b = both(linalg.frobenius, triangles)
-    moved = coords.left.sqrt() * inverse_b + coords.right.sqrt() * inverse_a
+    moved = coords.square().sqrt() * (inverse_a + inverse_b)
     return size_a + size_b + scale.abs() * moved
+
+
+def _weighed_square(
+    vector: Pair, weights: tuple[Tensor, Tensor], only: Tensor | None = None
+) -> Tensor:
+    """‖Ξ_A L_B‖² + ‖Ξ_B L_A‖² (batch,), from L_B and L_A; of no use but for members ``only``.
+
+    The weights go in as Cholesky factors: through the Gram matrices themselves the sum would
+    cancel, and lose the square of their conditioning.
+    """
+    masks = [] if only is None else [(only, only)]
+    flat = Pair(*(x if x.dim() == 3 else flatten_blocks(x) for x in vector))
+    return torch.add(*both(tall.turned_square, flat, weights, *masks))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import linalg
+from .. import kernels, linalg
+from .base import Pair
 from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
 
 
@@ -26,7 +27,25 @@ class IsometryCanonical(StiefelGeometry):
     def correction(self, i: int, j: int) -> Correction:
         return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))
 
+    def descent(
+        self,
+        frame: StiefelFrame,
+        grad: Pair,
+        repair: str,
+        momentum: Pair | None = None,
+        nu: float = 0.0,
+    ) -> tuple[Pair, StiefelTangent]:
+        if kernels.serve_small(*frame.point):  # all overlaps in one launch
+            return super().descent(frame, grad, repair, momentum, nu)
+        # The norm counts UᵀΞ apart, and projecting has told what that is.
+        tangent, (seen, before, kappa) = self.project(frame, grad, momentum, nu)
+        known = [seen.left / frame.j, seen.right / frame.i]
+        if before is not None:
+            known = [torch.lerp(old, new, 1 - nu) for old, new in zip(before, known, strict=True)]
+        sides = zip(self.coordinates(frame, tangent), known, kappa, strict=True)
+        return tangent, StiefelTangent(*(side._replace(known=x - k) for side, x, k in sides))
+
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        inner = frame.j * linalg.squared_norm(coords.left.cross(), 3)
-        inner = inner + frame.i * linalg.squared_norm(coords.right.cross(), 3)
+        inner = frame.j * linalg.squared_norm(coords.left.rotation(), 3)
+        inner = inner + frame.i * linalg.squared_norm(coords.right.rotation(), 3)
         return torch.sqrt((weighted_square(frame, coords) - inner / 2).clamp_min(0))

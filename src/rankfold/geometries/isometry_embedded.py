@@ -25,14 +25,12 @@ from ..steepest import steepest_tangent
 from ..together import both
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
+from .settling import MARGIN, finish, orthonormal_scaling
 from .stiefel import (
-    MARGIN,
     Correction,
     StiefelFrame,
     StiefelGeometry,
     StiefelTangent,
-    finish,
-    orthonormal_scaling,
     steepest_factor,
     weighted_square,
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -25,14 +25,11 @@ from torch import Tensor
 
 from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import skew, sym
-from ..polar import Spread
 from ..steepest import Steepest, shares, steepest_tangent
 from ..tall import Grams, Plus
 from ..together import both
 from .base import Geometry, Landing, Pair, Sides, StepOptions
-
-# In eigenvalues, for factors that were reloaded from bfloat16 and are orthonormal to that alone.
-MARGIN = 0.05
+from .settling import Moved, gram_spread, within
 
 
 class StiefelFrame(NamedTuple):
@@ -47,16 +44,22 @@ class Side(NamedTuple):
     """U and a tangent vector Ξ there, (batch, blocks, m, r).
 
     ``grams`` are all their overlaps where a kernel makes them at once, and None elsewhere, where
-    each is made when it is wanted.
+    each is made when it is wanted. ``known`` is UᵀΞ of every block as far as it follows from
+    products made before, which is as far as columns are orthonormal.
     """
 
     u: Tensor
     xi: Tensor
     grams: Grams | None
+    known: Tensor | None = None
 
     def cross(self) -> Tensor:
         """UᵀΞ of every block, (batch, blocks, r, r)."""
         return tall.overlap(self.u, self.xi) if self.grams is None else self.grams.cross
+
+    def rotation(self) -> Tensor:
+        """The same for a norm, in which what is not orthonormal in U may count or not."""
+        return self.cross() if self.known is None else self.known
 
     def square(self) -> Tensor:
         """ΞᵀΞ of every block, (batch, blocks, r, r)."""
@@ -98,6 +101,14 @@ class Correction(NamedTuple):
     skew: float
     own_side: float
     other_side: float
+
+
+class Projection(NamedTuple):
+    """The overlaps UᵀG of a gradient, UᵀM of a momentum if there is one, and κ of what is left."""
+
+    seen: Pair
+    before: Pair | None
+    kappa: Pair
 
 
 class InnerCore(NamedTuple):
@@ -170,25 +181,40 @@ class StiefelGeometry(Geometry):
         return StiefelFrame(point, point.left.shape[1], point.right.shape[1])
 
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
-        return _subtract(frame, grad, self.corrections(frame, _overlaps(frame, grad)), 1.0)
+        return self.project(frame, grad)[0]
+
+    def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
+        return self.project(frame, grad, momentum, nu)[0]
+
+    def project(
+        self, frame: StiefelFrame, grad: Pair, momentum: Pair | None = None, nu: float = 0.0
+    ) -> tuple[Pair, Projection]:
+        """The gradient, or its mix with a momentum, and what that took."""
+        seen = _overlaps(frame, grad)
+        kappa = self.corrections(frame, seen)
+        if momentum is None:
+            return _subtract(frame, grad, kappa, 1.0), Projection(seen, None, kappa)
+        before = _overlaps(frame, momentum)
+        carried = self.arrival(frame, before)
+        kappa = Pair(*both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, kappa))
+        made = _subtract(frame, grad, kappa, 1 - nu, momentum, nu=nu)
+        return made, Projection(seen, before, kappa)
 
     def arrive(self, frame: StiefelFrame, momentum: Pair, *, given: bool = False) -> Pair:
         subtract = partial(tall.subtract, given=given)
-        return Pair(*both(subtract, momentum, frame.point, self._arrival(frame, momentum)))
+        out = self.arrival(frame, _overlaps(frame, momentum))
+        return Pair(*both(subtract, momentum, frame.point, out))
 
-    def _arrival(self, frame: StiefelFrame, momentum: Pair) -> Pair:
-        """What times the point has to be taken from a momentum to make it tangent, horizontal."""
+    def arrival(self, frame: StiefelFrame, overlaps: Pair) -> Pair:
+        """What times the point has to be taken from a momentum with these overlaps, Uᵀ M.
+
+        To make it tangent and horizontal.
+        """
         left, right = (
             Correction(1.0, 0.0, 1 / (2 * own), 1 / (2 * other))
             for own, other in ((frame.i, frame.j), (frame.j, frame.i))
         )
-        return _apply(_overlaps(frame, momentum), left, right)
-
-    def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
-        fresh = self.corrections(frame, _overlaps(frame, grad))
-        carried = self._arrival(frame, momentum)
-        mixed = both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, fresh)
-        return _subtract(frame, grad, Pair(*mixed), 1 - nu, momentum, nu=nu)
+        return _apply(overlaps, left, right)
 
     def coordinates(self, frame: StiefelFrame, tangent: Pair) -> StiefelTangent:
         grams: tuple[Grams | None, Grams | None] = None, None
@@ -263,17 +289,8 @@ class StiefelGeometry(Geometry):
         fused = coords.left.grams is not None and retraction == "polar"
         if fused and polar.is_small(tangent):
             return _land_in_one(coords, scale, options)
-        moved = Pair(*(tall.step(s.u, s.xi, scale) for s in coords))
-        spread = moved_spread(options.reach)
-        columns = [orthonormal_scaling(tall.gram(x), retraction, spread) for x in moved]
-        alive = _within([norm for _, norm in columns], options.largest)
-        new = Pair(
-            *(
-                tall.choose(alive, tall.turn(x, scaling), u)
-                for x, (scaling, _), u in zip(moved, columns, frame.point, strict=True)
-            )
-        )
-        new, alive = finish(new, frame.point, alive, retraction, spread)
+        moved = Moved(frame.point, self.vector(frame, coords), scale)
+        new, alive = moved.orthonormal(retraction, options.reach, options.largest)
         return Landing(new, None, alive, None)
 
 
@@ -301,18 +318,12 @@ def by_partners(frame: StiefelFrame, function: Callable[..., Tensor], *pairs: Pa
     return Pair(function(frame.j, *lefts), function(frame.i, *rights))
 
 
-def _within(norms: Sequence[Tensor], largest: float) -> Tensor:
-    """Members (batch,) none of whose blocks' norms (batch, blocks) is too large or not a number."""
-    left, right = (norm.amax(1) for norm in norms)
-    return left + right <= largest
-
-
 def _land_in_one(coords: StiefelTangent, scale: Tensor, options: StepOptions) -> Landing:
     """A polar step with all of its r×r work in one kernel a side, from overlaps made before."""
     grams = [side.grams for side in coords if side.grams is not None]
     made = both(kernels.stiefel.landing, *zip(*grams, strict=True), (scale, scale))
     change, share, norms = zip(*made, strict=True)
-    alive = _within(norms, options.largest)
+    alive = within(norms, options.largest)
     points, vectors = zip(*((side.u, side.xi) for side in coords), strict=True)
     return Landing(
         Pair(*both(tall.move, points, change, vectors, share, (alive, alive))), None, alive, None
@@ -333,68 +344,6 @@ def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
     return Pair(*made)
 
 
-def orthonormal_scaling(
-    gram: Tensor, retraction: str, spread: Spread | None
-) -> tuple[Tensor, Tensor]:
-    """What r×r makes columns with this Gram matrix (..., r, r) orthonormal, and their norm then.
-
-    Exactly so where the ``spread`` of its eigenvalues is small, roughly otherwise: see `finish`.
-    The Gram matrix is that of the numbers actually stored, so errors of the past are repaired here
-    and orthonormality does not drift.
-    """
-    if retraction == "qr":
-        scaling = linalg.cholesky(gram).inverse.mT
-    else:
-        scaling = polar.polar_scaling(gram, spread)
-    return scaling, linalg.squared_norm_weighted(scaling, gram).sqrt()
-
-
-def finish(
-    new: Pair, old: Pair, alive: Tensor, retraction: str, spread: Spread | None
-) -> tuple[Pair, Tensor]:
-    """A second pass over columns that `orthonormal_scaling` has brought near orthonormality.
-
-    Members (batch,) that are not ``alive``, or cannot be made orthonormal, stay where they were;
-    returned with the members that did move.
-    """
-    if polar.is_small(spread):
-        return new, alive
-    scalings = []
-    for x in new:
-        gram = tall.gram(x)
-        triangular = retraction == "qr"
-        scaling = linalg.cholesky(gram).inverse.mT if triangular else polar.polish_scaling(gram)
-        alive = alive & scaling.isfinite().flatten(1).all(1)
-        scalings.append(scaling)
-    moved = (
-        tall.choose(alive, tall.turn(x, scaling), before)
-        for x, scaling, before in zip(new, scalings, old, strict=True)
-    )
-    return Pair(*moved), alive
-
-
 def weighted_square(frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
     """J Σ‖Ξ_Ui‖² + I Σ‖Ξ_Vj‖², (batch,)."""
     return frame.j * coords.left.squared_norm() + frame.i * coords.right.squared_norm()
-
-
-def gram_spread(reach: float | None) -> Spread | None:
-    """Where eigenvalues of (U + Ξ)ᵀ(U + Ξ) = I + ΞᵀΞ lie for a tangent step of length ``reach``.
-
-    No metric here lets a factor move by more than √2 of the step's length.
-    """
-    return None if reach is None else Spread(2 * reach**2 + MARGIN)
-
-
-def moved_spread(reach: float | None) -> Spread | None:
-    """The same where the step need not be tangent: between (1 − √2 t)² and (1 + √2 t)².
-
-    What is left of a gradient that is all but normal is rounding, and not tangent, but is scaled
-    to a full step like any other.
-    """
-    if reach is None or 2**0.5 * reach >= 1:  # where the lower end is 0
-        return None
-    centre, width = 1 + 2 * reach**2, 2 * 2**0.5 * reach + MARGIN
-    # For short steps 1 is centre enough; a graph has to serve the longest.
-    around_one = width + centre - 1
-    return Spread(around_one) if around_one < 0.9 else Spread(width / centre, centre)

@@ -17,6 +17,7 @@ from ..eager import constant_when_compiled
 
 if TYPE_CHECKING:
     from . import frames as frames
+    from . import moves as moves
     from . import moving as moving
     from . import refine as refine
     from . import retraction as retraction
@@ -60,7 +61,17 @@ def _has_room(device: torch.device) -> bool:
 @cache
 def _importable() -> bool:
     try:
-        from . import frames, moving, refine, retraction, small, stiefel, tall, whiten  # noqa: F401
+        from . import (  # noqa: F401
+            frames,
+            moves,
+            moving,
+            refine,
+            retraction,
+            small,
+            stiefel,
+            tall,
+            whiten,
+        )
     except ImportError:
         return False
     return True

@@ -54,15 +54,72 @@ def _six(x1, x2, x3, y1, y2, y3):
 
 
 @triton.jit
-def dot(x, y, P: tl.constexpr):
-    """x y, in the precision P."""
+def _three(x1, x2, y1, y2, made):
+    """The same to 2⁻¹⁶, added to ``made``."""
+    made = tl.dot(x2, y1, made)
+    made = tl.dot(x1, y2, made)
+    return tl.dot(x1, y1, made)
+
+
+@triton.jit
+def split(y, P: tl.constexpr):
+    """The right operand of `add_dot`: apart from it, to be made once in front of a loop.
+
+    Inside of one the compiler would hold it in registers, and run out of these.
+    """
     if P == "ieee":
-        made = tl.dot(x, y, input_precision="ieee")
+        y1, y2, y3 = y, y, y
+    else:
+        y1, y2, y3 = _split(y)
+    return y1, y2, y3
+
+
+@triton.jit
+def add_dot(x, y1, y2, y3, large, small, P: tl.constexpr):
+    """``large + small`` plus x y of a y that is split, in the precision P.
+
+    Tensor cores round sums towards zero, so that few and large terms are summed by themselves.
+    """
+    if P == "ieee":
+        large = tl.dot(x, y1, large, input_precision="ieee")
     else:
         x1, x2, x3 = _split(x)
-        y1, y2, y3 = _split(y)
+        small = tl.dot(x3, y1, small)
+        small = tl.dot(x2, y2, small)
+        small = tl.dot(x1, y3, small)
+        small = tl.dot(x2, y1, small)
+        small = tl.dot(x1, y2, small)
+        large = tl.dot(x1, y1, large)
+    return large, small
+
+
+@triton.jit
+def add_rough(x, y1, y2, made, P: tl.constexpr):
+    """``made`` plus x y of a y that is split, to 2⁻¹⁶: see `rough`."""
+    if P == "ieee":
+        made = tl.dot(x, y1, made, input_precision="ieee")
+    else:
+        x1, x2 = _halve(x)
+        made = _three(x1, x2, y1, y2, made)
+    return made
+
+
+@triton.jit
+def dot_split(x, y1, y2, y3, P: tl.constexpr):
+    """x y of a y that is split, in the precision P."""
+    if P == "ieee":
+        made = tl.dot(x, y1, input_precision="ieee")
+    else:
+        x1, x2, x3 = _split(x)
         made = _six(x1, x2, x3, y1, y2, y3)
     return made
+
+
+@triton.jit
+def dot(x, y, P: tl.constexpr):
+    """x y, in the precision P."""
+    y1, y2, y3 = split(y, P)
+    return dot_split(x, y1, y2, y3, P)
 
 
 @triton.jit
@@ -73,9 +130,7 @@ def rough(x, y, P: tl.constexpr):
     else:
         x1, x2 = _halve(x)
         y1, y2 = _halve(y)
-        made = tl.dot(x2, y1)
-        made = tl.dot(x1, y2, made)
-        made = tl.dot(x1, y1, made)
+        made = _three(x1, x2, y1, y2, tl.zeros((x.shape[0], y.shape[1]), tl.float32))
     return made
 
 

@@ -262,10 +262,13 @@ def _product(a, a_row, a_col, b, b_row, b_col, r, R: tl.constexpr):
 
 @triton.jit
 def _inverse_sqrt_kernel(
-    gram, out, root, half, stride, row_stride, col_stride, r, steps,
-    SCALED: tl.constexpr, R: tl.constexpr,
+    gram, out, root, half, error, limit, scale, stride, row_stride, col_stride, r, steps,
+    SCALED: tl.constexpr, R: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(0).to(tl.int64)
+    if FOUND:  # noqa: SIM102  (the one is known when a kernel is compiled, the other is not)
+        if _is_near(error, member, r, limit, R):
+            return
     rows = tl.arange(0, R)[:, None]
     cols = tl.arange(0, R)[None, :]
     inside = (rows < r) & (cols < r)
@@ -277,11 +280,10 @@ def _inverse_sqrt_kernel(
     tile = tl.load(
         gram + member * stride + rows * row_stride + cols * col_stride, mask=inside, other=0.0
     )
-    scale = 1.0
-    if SCALED:
+    if not SCALED:
         bound = tl.max(tl.sum(tl.abs(tile), 1))
         scale = 2.0 / (1.0 + tl.where(bound < 1.0, 1.0, bound))
-        tile *= scale
+    tile = (tile * scale).to(tl.float32)
     tl.store(root + here, tile, mask=inside)
     tl.store(half + here, (three - tile) * 0.5, mask=inside)
     tile = (three - tile) * 0.5
@@ -297,8 +299,7 @@ def _inverse_sqrt_kernel(
         tl.store(half + here, tile, mask=inside)
         tl.debug_barrier()
         tile = _product(half, r, 1, out, r, 1, r, R)
-    if SCALED:
-        tile *= tl.sqrt(scale)
+    tile = (tile * tl.sqrt(scale)).to(tl.float32)
     tl.debug_barrier()
     tl.store(out + here, tile, mask=inside)
 
@@ -383,16 +384,21 @@ def _known(found: Found | None, flat: Tensor) -> tuple[Tensor, float]:
     return (flat, 0.0) if found is None else (found.error.contiguous(), found.limit)
 
 
-def inverse_sqrt(gram: Tensor, steps: int, scaled: bool) -> Tensor:
+def inverse_sqrt(
+    gram: Tensor, steps: int, scale: float | None = None, found: Found | None = None
+) -> Tensor:
     """``gram^(-1/2)`` of symmetric (..., r, r) by coupled Newton–Schulz, ``steps`` at least one.
 
-    For eigenvalues in (0, 3); ``scaled`` for any positive ones, as `polar.scaled_inverse_sqrt`.
+    For eigenvalues that are in (0, 3) when multiplied by ``scale``. Without one, for any positive
+    ones, as `polar.scaled_inverse_sqrt`. Inverse roots that are ``found`` stay.
     """
-    flat, out = _flat(gram), _like(gram)
+    flat, out = _flat(gram), _like(gram) if found is None else found.results[0].contiguous()
     size = _padded(gram.shape[-1])
     if len(flat):
         _inverse_sqrt_kernel[(len(flat),)](
-            flat, out, _like(gram), _like(gram), *flat.stride(), gram.shape[-1], steps,
-            SCALED=scaled, R=size, num_warps=_PRODUCT_WARPS[size],
+            flat, out, _like(gram), _like(gram), *_known(found, flat),
+            1.0 if scale is None else scale, *flat.stride(), gram.shape[-1], steps,
+            SCALED=scale is not None, R=size, FOUND=found is not None,
+            num_warps=_PRODUCT_WARPS[size],
         )  # fmt: skip
     return out
