@@ -146,6 +146,11 @@ def test_lifts(shape: tuple[int, int, int]) -> None:
     sizes = t.flatten(2).norm(dim=-1) * expected.flatten(2).norm(dim=-1)
     off = (inner.double() - (t * expected).sum((-2, -1))).abs()
     assert float((off / sizes).max()) < 4 * EPS
+    for plus in (None, tall.Plus(case.a, 0.5)):
+        expected = t / 4 - a @ d + (0 if plus is None else a / 2)
+        rows, square = kernels.moves.subtract(case.t, 0.25, case.a, case.d, plus)
+        assert error(rows, expected) < 4 * EPS
+        assert error(square[..., None], expected.square().sum((-2, -1))[..., None]) < 8 * EPS
 
 
 @in_kernels

@@ -101,7 +101,7 @@ def steps(rank: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 def test_small_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(64, monkeypatch)
-    wanted = {"_sums_kernel", "_combine_kernel", "_square_kernel", "_step_kernel"}
+    wanted = {"_sums_kernel", "_combine_kernel", "_square_kernel"}
     wanted |= {"_fixed_core_kernel", "_isometry_moves_kernel", "_landing_kernel"}
     assert wanted <= compiled.names
 
@@ -113,7 +113,8 @@ def test_whitened_steps(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_large_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(128, monkeypatch)
-    assert {"_sums_kernel", "_combine_kernel", "_square_kernel"} <= compiled.names
+    wanted = {"_sums_kernel", "_combine_kernel", "_square_kernel", "_settle_kernel"}
+    assert wanted <= compiled.names
 
 
 TALL = {"_sums_kernel", "_combine_kernel", "_square_kernel", "_step_kernel", "_restore_kernel"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, stacks, workspace
-from rankfold.geometries import GEOMETRIES, Pair
+from rankfold.geometries import GEOMETRIES, Pair, endings
 from rankfold.stacks import Plan, grad_of, itself
 from rankfold.together import as_one
 
@@ -227,6 +227,40 @@ def test_tall_blocks_take_several_programs(dtype: torch.dtype, r: int, aligned: 
 
 
 @in_kernels
+@dtypes
+@pytest.mark.parametrize("mastered", [False, True])
+@pytest.mark.parametrize("r", [20, 100])
+def test_endings_are_written_where_they_belong(
+    dtype: torch.dtype, mastered: bool, r: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each orientation and in none, as if they had been made first, and masters unrounded."""
+    monkeypatch.setattr(kernels, "serve", lambda *x: True)
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    def blocks(dtype: torch.dtype) -> tuple[kernels.moving.Table, list[Tensor]]:
+        wholes = [x.to(dtype) for x in (randn(70, 2 * r), randn(r, 77), randn(140, 3 * r))]
+        parts = [wholes[0][:, :r], wholes[1][:, :70].T, wholes[2][::2, ::3]]
+        entries = torch.tensor([[x.data_ptr(), *x.stride()] for x in parts], device=DEVICE)
+        return kernels.moving.Table(entries, dtype, 70, r, False), parts
+
+    point, vector = (Pair(randn(3, 1, 70, r), randn(3, 1, 70, r)) for _ in range(2))
+    alive = torch.tensor([True, False, True], device=DEVICE)
+    given = point, vector, randn(3), alive
+    ending = endings.Stepped(*given)
+    tables = [blocks(dtype) for _ in range(2)]
+    masters = [blocks(torch.float32) for _ in range(2)] if mastered else [(None, None)] * 2
+    pairs = zip(tables, masters, strict=True)
+    ending.write(*(endings.Target(one, other) for (one, _), (other, _) in pairs))
+    for side, (_, found), (_, full) in zip(ending.formed(), tables, masters, strict=True):
+        for k in range(3):
+            assert torch.equal(found[k], rounded(side[k, 0], dtype))
+            assert full is None or torch.equal(full[k], side[k, 0])
+
+
+@in_kernels
 def test_a_table_is_made_anew_only_when_a_tensor_moves() -> None:
     problem = Problem("neox")
     problem.gradients()
@@ -354,6 +388,29 @@ def test_a_step_is_the_same_by_either_path(
     theirs = few_steps(Problem(layout, dtype), geometry)
     # A weight next to the middle between two it can be rounded to may go either way.
     close(ours, theirs, 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+@in_kernels
+@every_layout
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("geometry", ["fixed-quotient", "isometry-quotient", "isometry-canonical"])
+def test_steps_of_large_ranks(
+    layout: str, geometry: str, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the kernels that these take; one of them ends in parameters, with no copy in between."""
+    theirs = few_steps(Problem(layout), geometry, momentum=momentum)
+    written, write = [], endings.Stepped.write
+
+    def watched(self: endings.Stepped, left: endings.Target, right: endings.Target) -> None:
+        written.append(self)
+        write(self, left, right)
+
+    monkeypatch.setattr(endings.Stepped, "write", watched)
+    monkeypatch.setattr(kernels, "serve", lambda *x: x[0].dtype == torch.float32)
+    monkeypatch.setattr(kernels, "serve_small", lambda *x: False)
+    ours = few_steps(Problem(layout), geometry, momentum=momentum)
+    close(ours, theirs, 1e-4)
+    assert bool(written) == (geometry == "fixed-quotient")
 
 
 @in_kernels

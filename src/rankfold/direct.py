@@ -16,6 +16,7 @@ from torch import Tensor
 from . import kernels
 from .factors import Factor, describe
 from .geometries import Pair
+from .geometries.endings import Stepped, Target, formed
 
 if TYPE_CHECKING:
     from .kernels.moving import Table
@@ -240,16 +241,25 @@ class Direct:
             found.append(blocks.view(-1, side.blocks, *blocks.shape[1:]))
         return Pair(*found)
 
-    def write(self, stack: Stack, members: slice, point: Pair, momentum: Pair | None) -> None:
+    def write(
+        self, stack: Stack, members: slice, point: Pair | Stepped, momentum: Pair | None
+    ) -> None:
         """Put the new point, and momentum, of these members into parameters and state."""
-        for kind, pair in (("weight", point), ("momentum", momentum)):
-            if pair is None:
-                continue
-            cut = self._cut(kind, stack, members)
-            for (table, masters), values in zip(cut, pair, strict=True):
-                kernels.moving.scatter(table, values.flatten(0, 1), masters)
+        cut = self._cut("weight", stack, members)
+        in_place = any(view["weight"] is not None for view in self._in_place[id(stack)])
+        if isinstance(point, Stepped) and not in_place:
+            point.write(*(Target(*tables) for tables in cut))
+        else:
+            _scatter(cut, formed(point))
+        if momentum is not None:
+            _scatter(self._cut("momentum", stack, members), momentum)
         for side in stack.sides:
             torch.autograd.graph.increment_version(side.params)
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+
+def _scatter(cut: list[tuple[Table, Table | None]], pair: Pair) -> None:
+    for (table, masters), values in zip(cut, pair, strict=True):
+        kernels.moving.scatter(table, values.flatten(0, 1), masters)

@@ -262,10 +262,9 @@ class _Bench:
         for point in (self.point, other):
             momentum: Pair | None = Pair(*map(torch.zeros_like, point))
             for z in objectives:
-                step = self.geometry.step
-                point, momentum, *_ = step(
-                    point, _gradients(point, z), momentum, self.options(0.05, "metric")
-                )
+                options = self.options(0.05, "metric")
+                outcome = self.geometry.step(point, _gradients(point, z), momentum, options)
+                point, momentum = outcome.point, outcome.momentum
             ends.append(_product(point))
         return _size(ends[0] - ends[1]) / _size(ends[0] - _product(self.point))
 

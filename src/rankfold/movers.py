@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .direct import Direct, eligible
 from .geometries import Pair
+from .geometries.endings import Stepped, formed
 from .stacks import Buffers, Plan, Stack, TensorOf
 
 
@@ -24,7 +25,9 @@ class Mover(Protocol):
     def read(self, kind: str, stack: Stack, members: slice) -> Pair:
         """These members of the tensors of one kind, not to be written into."""
 
-    def write(self, stack: Stack, members: slice, point: Pair, momentum: Pair | None) -> None:
+    def write(
+        self, stack: Stack, members: slice, point: Pair | Stepped, momentum: Pair | None
+    ) -> None:
         """Take their new point and momentum."""
 
     def finish(self) -> None:
@@ -85,9 +88,11 @@ class Bundled:
             self._pairs[kind] = stack.read(self._buffers[kind])
         return Pair(*(x[members] for x in self._pairs[kind]))
 
-    def write(self, stack: Stack, members: slice, point: Pair, momentum: Pair | None) -> None:
+    def write(
+        self, stack: Stack, members: slice, point: Pair | Stepped, momentum: Pair | None
+    ) -> None:
         """Into the buffers."""
-        for kind, new in (("weight", point), ("momentum", momentum)):
+        for kind, new in (("weight", formed(point)), ("momentum", momentum)):
             if new is None:
                 continue
             buffers = self._buffers[kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -16,6 +17,7 @@ from .diagnostics import Measured, by_member, measure
 from .eager import uncompiled, uncompiled_itself
 from .factors import Grid, require_disjoint
 from .geometries import geometry_for, is_isometry, scale
+from .geometries.endings import formed
 from .groups import (
     Group,
     JointPlan,
@@ -308,14 +310,16 @@ class RiemannianSGD(StatefulOptimizer):
         seen = grad if recording else None
         del grad
         outcome = geometry.finish(begun, before, options, running)
-        new = outcome.point
+        if recording:
+            outcome = replace(outcome, ending=outcome.point)
+        new = outcome.ending
         if divided is not None:
             new = scale.multiply(divided, outcome, group["scale_lr"], options)
         if self._recorded is not None and seen is not None:
             # Before anything is written: these may be views of what is written into.
             measured = measure(geometry, point, seen, before, outcome, options, running)
             if divided is not None:
-                measured["scale"] = torch.stack(scale.sizes(new)).prod(0)
+                measured["scale"] = torch.stack(scale.sizes(formed(new))).prod(0)
             self._recorded.append((stack.members[members], measured))
         mover.write(stack, members, new, outcome.momentum)
         if numbers is not None and outcome.running is not None:

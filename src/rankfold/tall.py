@@ -115,6 +115,23 @@ def subtract(
     return add_product(t, u, coefficient, beta=weight, alpha=-1.0, given=given)
 
 
+class Measured(NamedTuple):
+    """A vector (..., m, r), and the square of its norm (...)."""
+
+    rows: Tensor
+    square: Tensor
+
+
+def measured_subtract(
+    t: Tensor, u: Tensor, coefficient: Tensor, weight: float, plus: Plus | None
+) -> Measured:
+    """`subtract`, and the square of what it makes."""
+    if kernels.serve(t, u):
+        return Measured(*kernels.moves.subtract(t, weight, u, coefficient, plus))
+    made = subtract(t, u, coefficient, weight, plus)
+    return Measured(made, square(made))
+
+
 def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:
     """``t c_t``, with a further term if there is one."""
     if kernels.serve(t):
@@ -125,7 +142,7 @@ def turn(t: Tensor, c_t: Tensor, plus: Plus | None = None) -> Tensor:
 
 
 class Lifted(NamedTuple):
-    """A vector (..., m, r), and its inner product (...) with what it was made of."""
+    """A vector (..., m, r), and its inner product (...) with the gradient it was made of."""
 
     rows: Tensor
     inner: Tensor
@@ -136,9 +153,15 @@ def lift(g: Tensor, c_g: Tensor, a: Tensor, c_a: Tensor) -> Lifted:
     if kernels.serve(g, a):
         return Lifted(*kernels.moves.lift(g, c_g, a, c_a))
     made = add_product(turn(g, c_g), a, c_a, alpha=-1.0, given=True)
-    one, other = (x.mT if by_columns(x) else x for x in (g, made))
-    rows = one.reshape(*g.shape[:-2], 1, -1) @ other.reshape(*g.shape[:-2], -1, 1)
-    return Lifted(made, rows[..., 0, 0])
+    return Lifted(made, inner(g, made))
+
+
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """``⟨x, y⟩`` over the last two dimensions, (...)."""
+    x, y = (each.mT if by_columns(x) else each for each in (x, y))
+    lead = x.shape[:-2]
+    product: Tensor = x.reshape(*lead, 1, -1) @ y.reshape(*lead, -1, 1)  # no copy in between
+    return product[..., 0, 0]
 
 
 def combine(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ notices because rows only ever meet inside Gram matrices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .. import schatten, tall
 from ..together import both
 from . import course
 from .course import Course, Running
+from .endings import Stepped, formed
 from .terms import Pair as Pair
 from .terms import Sides as Sides
 from .terms import StepOptions as StepOptions
@@ -26,18 +28,24 @@ from .terms import StepOptions as StepOptions
 EVENTS = ("skipped", "unconverged", "lifted", "clipped")
 
 
-class Outcome(NamedTuple):
+@dataclass(frozen=True)
+class Outcome:
     """What a step leaves: the new point, the momentum to keep, and what happened to whom.
 
     ``events`` maps some of `EVENTS` to ``(batch,)`` booleans. ``scale`` (batch,) is what the
     direction of its `Course` was multiplied by, for skipped members as well.
     """
 
-    point: Pair
+    ending: Pair | Stepped
     momentum: Pair | None
     events: dict[str, Tensor]
     scale: Tensor
     running: Running | None = None
+
+    @property
+    def point(self) -> Pair:
+        """The new point, made anew at each call if it is not there yet."""
+        return formed(self.ending)
 
 
 class Begun(NamedTuple):
@@ -47,17 +55,23 @@ class Begun(NamedTuple):
     course: Course
 
 
-class Landing(NamedTuple):
+@dataclass(frozen=True)
+class Landing:
     """Where a retraction arrived; ``record`` is what its own `depart` needs to carry momentum.
 
     ``alive`` (batch,) are the members whose step is finite and can be stored, told from r×r
     matrices alone before any row is written. The others have not moved.
     """
 
-    point: Pair
+    ending: Pair | Stepped
     record: Any
     alive: Tensor
     unconverged: Tensor | None
+
+    @property
+    def point(self) -> Pair:
+        """The new point, made anew at each call if it is not there yet."""
+        return formed(self.ending)
 
 
 class Geometry(ABC):
@@ -257,7 +271,7 @@ class Geometry(ABC):
         if running is not None and plotted.running is not None:
             numbers = zip(plotted.running, running, strict=True)
             running = Running(*(torch.where(landing.alive, new, old) for new, old in numbers))
-        return Outcome(landing.point, kept, happened, scale, running)
+        return Outcome(landing.ending, kept, happened, scale, running)
 
 
 def flatten_blocks(x: Tensor) -> Tensor:

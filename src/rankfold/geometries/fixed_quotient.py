@@ -22,16 +22,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg, schatten, tall
+from .. import kernels, linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from ..together import both
 from ..whitening import Direction, Manner, whiten
 from . import decay
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
+from .endings import Stepped
 
 # A square norm below this share of what was taken away is not told from a difference.
 _LITTLE = 2.0**-4
+# Units of rounding that a vector may be off by without it being changed.
+_ROUNDINGS = 4
 
 
 class GramFrame(NamedTuple):
@@ -129,26 +132,51 @@ class FixedQuotient(Geometry):
         momentum: Pair | None = None,
         nu: float = 0.0,
     ) -> tuple[Pair, WeighedTangent]:
-        # A damped projection is not orthogonal, and a lift by itself has no use for this.
-        if momentum is not None or repair == "none" or frame.damping:
+        # A damped projection is not orthogonal, and up to rank 64 launches of small operations
+        # would take as long as what is spared.
+        plain = momentum is not None or repair == "none" or frame.damping
+        if plain or kernels.serve_small(*frame.point):
             return super().descent(frame, grad, repair, momentum, nu)
         left, right = frame.left, frame.right
         flat = Pair(*map(flatten_blocks, grad))
-        inner = both(tall.overlap, frame.point, flat)
+        seen = both(tall.overlap, frame.point, flat)
+        # AᵀG_A and (BᵀG_B)ᵀ are one matrix unless gradients are in dispute, and what of these the
+        # projection takes away has L_Aᵀ Λ L_B for its coordinates on either side.
+        over = left.inverse @ (seen[0] - seen[1].mT) @ right.inverse.mT / 2
+        removed = 2 * linalg.squared_norm(over, 2)
         turns = both(lambda x: x.mT @ x, (right.inverse, left.inverse))
-        shift = self._shift(frame, *both(torch.matmul, inner, turns))
-        made = both(tall.lift, flat, turns, frame.point, (shift, -shift.mT))
+        if tall.can_ask(removed):
+            rows, square = self._lifted(frame, flat, turns, over, removed)
+        else:
+            shift = left.inverse.mT @ over @ right.inverse
+            made = both(tall.lift, flat, turns, frame.point, (shift, -shift.mT))
+            rows, square = Pair(made[0].rows, made[1].rows), made[0].inner + made[1].inner
         # An orthogonal projection P of a vector G has ⟨G, P G⟩ for its square, of which rounding
-        # leaves little where it takes away nearly all. What it takes is told from r×r matrices.
-        square = made[0].inner + made[1].inner
-        removed = 2 * linalg.squared_norm(left.lower.mT @ shift @ right.lower, 2)
+        # leaves nothing where P takes away nearly all.
         doubtful = ~(square > _LITTLE * removed) | left.lifted | right.lifted
-        rows = Pair(made[0].rows, made[1].rows)
         if not tall.can_ask(doubtful) or doubtful.any():
             exact = _weighed_square(rows, (right.lower, left.lower), doubtful)
             square = torch.where(doubtful, exact, square)
         tangent = Pair(*(x.view_as(g) for x, g in zip(rows, grad, strict=True)))
         return tangent, WeighedTangent(tangent, (right.lower, left.lower), square)
+
+    def _lifted(
+        self,
+        frame: GramFrame,
+        grad: Pair,
+        turns: tuple[Tensor, Tensor],
+        over: Tensor,
+        removed: Tensor,
+    ) -> tuple[Pair, Tensor]:
+        """The lift less its vertical part, and the square of it, where values may be asked for."""
+        rows = Pair(*both(tall.turn, grad, turns))
+        whole = torch.add(*both(tall.inner, grad, rows))
+        rounding = _ROUNDINGS * torch.finfo(whole.dtype).eps
+        if (removed <= rounding**2 * whole).all():
+            return rows, whole
+        shift = frame.left.inverse.mT @ over @ frame.right.inverse
+        subtract = partial(tall.subtract, given=True)
+        return Pair(*both(subtract, rows, frame.point, (shift, -shift.mT))), whole - removed
 
     def coordinates(self, frame: GramFrame, tangent: Pair) -> WeighedTangent:
         return WeighedTangent(tangent, (frame.right.lower, frame.left.lower), None)
@@ -227,8 +255,8 @@ class FixedQuotient(Geometry):
         if not options.weight_decay:
             alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
             old = Pair(*(x.view_as(xi) for x, xi in zip(frame.point, coords.vector, strict=True)))
-            new = both(tall.step, old, coords.vector, (scale, scale), (alive, alive))
-            return Landing(Pair(*new), None, alive, None)
+            ending = Stepped(old, coords.vector, scale, alive)
+            return Landing(ending if kernels.serve(*old) else ending.formed(), None, alive, None)
         turns = decay.turns(left, right, options)
         triangles = triangles[0] @ turns.left, triangles[1] @ turns.right
         inverses = inverses[0] @ turns.left_inverse, inverses[1] @ turns.right_inverse

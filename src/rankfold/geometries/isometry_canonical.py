@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg
-from .base import Pair
+from .. import linalg
 from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
 
 
@@ -26,24 +25,6 @@ class IsometryCanonical(StiefelGeometry):
 
     def correction(self, i: int, j: int) -> Correction:
         return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))
-
-    def descent(
-        self,
-        frame: StiefelFrame,
-        grad: Pair,
-        repair: str,
-        momentum: Pair | None = None,
-        nu: float = 0.0,
-    ) -> tuple[Pair, StiefelTangent]:
-        if kernels.serve_small(*frame.point):  # all overlaps in one launch
-            return super().descent(frame, grad, repair, momentum, nu)
-        # The norm counts UᵀΞ apart, and projecting has told what that is.
-        tangent, (seen, before, kappa) = self.project(frame, grad, momentum, nu)
-        known = [seen.left / frame.j, seen.right / frame.i]
-        if before is not None:
-            known = [torch.lerp(old, new, 1 - nu) for old, new in zip(before, known, strict=True)]
-        sides = zip(self.coordinates(frame, tangent), known, kappa, strict=True)
-        return tangent, StiefelTangent(*(side._replace(known=x - k) for side, x, k in sides))
 
     def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         inner = frame.j * linalg.squared_norm(coords.left.rotation(), 3)

@@ -101,8 +101,9 @@ class IsometryEmbedded(EmbeddedGeometry):
         new = NewCoefficients(u=p @ total, v=v_scale, x=g * total, y=g * (f @ v_scale))
         alive = u_norm + v_norm <= options.largest
         point = coords.move((new.u - eye, new.v - eye), (new.x, new.y), alive)
-        (left, right), alive = finish(point, frame, alive, "polar", spread)
-        return Landing(Pair(left[:, None], right[:, None]), new, alive, unconverged)
+        if not polar.is_small(spread):
+            point, alive = finish(point, frame, alive, "polar")
+        return Landing(Pair(*(x[:, None] for x in point)), new, alive, unconverged)
 
     def _retract_in_one(self, coords: TangentXKY, scale: Tensor, options: StepOptions) -> Landing:
         """The retraction with all of its r×r work in one kernel."""

@@ -42,7 +42,9 @@ class Moved:
         left, right = both(scale, self._grams())
         alive = within((left.norm, right.norm), largest)
         new = self._turned((left.matrix, right.matrix), alive)
-        return finish(new, self._point, alive, retraction, spread)
+        if polar.is_small(spread):
+            return new, alive
+        return finish(new, self._point, alive, retraction)
 
     def _grams(self) -> tuple[Tensor, Tensor]:
         if self._formed is not None:
@@ -55,14 +57,11 @@ class Moved:
         def turned(x: Tensor, scaling: Tensor, u: Tensor, alive: Tensor) -> Tensor:
             return tall.choose(alive, tall.turn(x, scaling), u)
 
-        def settled(u: Tensor, xi: Tensor, scale: Tensor, scaling: Tensor, alive: Tensor) -> Tensor:
-            return kernels.moves.settle(u, xi, scale, scaling - linalg.identity_like(u), alive)
-
-        both_alive = alive, alive
         if self._formed is not None:
-            return Pair(*both(turned, self._formed, scalings, self._point, both_alive))
-        given = self._point, self._vector, self._scale, scalings, both_alive
-        return Pair(*both(settled, *given))
+            return Pair(*both(turned, self._formed, scalings, self._point, (alive, alive)))
+        changes = both(lambda x: x - linalg.identity_like(x), scalings)
+        given = self._point, self._vector, self._scale, changes, (alive, alive)
+        return Pair(*both(kernels.moves.settle, *given))
 
 
 class Scaling(NamedTuple):
@@ -86,16 +85,12 @@ def orthonormal_scaling(gram: Tensor, retraction: str, spread: Spread | None) ->
     return Scaling(scaling, linalg.squared_norm_weighted(scaling, gram).sqrt())
 
 
-def finish(
-    new: Pair, old: Pair, alive: Tensor, retraction: str, spread: Spread | None
-) -> tuple[Pair, Tensor]:
-    """A second pass over columns that `orthonormal_scaling` has brought near orthonormality.
+def finish(new: Pair, old: Pair, alive: Tensor, retraction: str) -> tuple[Pair, Tensor]:
+    """A second pass over columns that `orthonormal_scaling` has only brought near orthonormality.
 
     Members (batch,) that are not ``alive``, or cannot be made orthonormal, stay where they were;
     returned with the members that did move.
     """
-    if polar.is_small(spread):
-        return new, alive
     scalings = []
     for x in new:
         gram = tall.gram(x)

@@ -18,7 +18,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,13 +45,15 @@ class Side(NamedTuple):
 
     ``grams`` are all their overlaps where a kernel makes them at once, and None elsewhere, where
     each is made when it is wanted. ``known`` is UᵀΞ of every block as far as it follows from
-    products made before, which is as far as columns are orthonormal.
+    products made before, which is as far as columns are orthonormal, and ``sizes`` (batch, blocks)
+    is ‖Ξ‖² if that is known.
     """
 
     u: Tensor
     xi: Tensor
     grams: Grams | None
     known: Tensor | None = None
+    sizes: Tensor | None = None
 
     def cross(self) -> Tensor:
         """UᵀΞ of every block, (batch, blocks, r, r)."""
@@ -78,6 +80,8 @@ class Side(NamedTuple):
 
     def squared_norm(self) -> Tensor:
         """‖Ξ‖² over all blocks, (batch,)."""
+        if self.sizes is not None:
+            return self.sizes.sum(1)
         if self.grams is None:
             return tall.square(self.xi).sum(1)
         return self.grams.square.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
@@ -104,8 +108,13 @@ class Correction(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """The overlaps UᵀG of a gradient, UᵀM of a momentum if there is one, and κ of what is left."""
+    """A vector brought into a tangent space: itself, squares (batch, blocks) of it if asked for.
 
+    And the overlaps UᵀG of the gradient in it, UᵀM of the momentum if there is one, and κ.
+    """
+
+    vector: Pair
+    squares: Pair | None
     seen: Pair
     before: Pair | None
     kappa: Pair
@@ -181,24 +190,64 @@ class StiefelGeometry(Geometry):
         return StiefelFrame(point, point.left.shape[1], point.right.shape[1])
 
     def gradient(self, frame: StiefelFrame, grad: Pair, repair: str = "average") -> Pair:
-        return self.project(frame, grad)[0]
+        return self.project(frame, grad, None, 0.0).vector
 
     def mix(self, frame: StiefelFrame, grad: Pair, momentum: Pair, nu: float, repair: str) -> Pair:
-        return self.project(frame, grad, momentum, nu)[0]
+        return self.project(frame, grad, momentum, nu).vector
 
     def project(
-        self, frame: StiefelFrame, grad: Pair, momentum: Pair | None = None, nu: float = 0.0
-    ) -> tuple[Pair, Projection]:
-        """The gradient, or its mix with a momentum, and what that took."""
+        self,
+        frame: StiefelFrame,
+        grad: Pair,
+        momentum: Pair | None,
+        nu: float,
+        measured: bool = False,
+    ) -> Projection:
+        """The gradient, or its mix with a momentum, and what making it has shown."""
         seen = _overlaps(frame, grad)
-        kappa = self.corrections(frame, seen)
-        if momentum is None:
-            return _subtract(frame, grad, kappa, 1.0), Projection(seen, None, kappa)
-        before = _overlaps(frame, momentum)
-        carried = self.arrival(frame, before)
-        kappa = Pair(*both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, kappa))
-        made = _subtract(frame, grad, kappa, 1 - nu, momentum, nu=nu)
-        return made, Projection(seen, before, kappa)
+        kappa, before, further = self.corrections(frame, seen), None, []
+        if momentum is not None:
+            before, further = _overlaps(frame, momentum), [momentum]
+            carried = self.arrival(frame, before)
+            kappa = Pair(*both(lambda m, g: torch.lerp(m, g, 1 - nu), carried, kappa))
+        weight = 1.0 if momentum is None else 1 - nu
+
+        def subtract(partners: int, g: Tensor, u: Tensor, c: Tensor, *m: Tensor) -> Any:
+            plus = Plus(m[0], nu) if m else None
+            subtracted = tall.measured_subtract if measured else tall.subtract
+            return subtracted(g, u, c, weight / partners, plus)
+
+        made: Any = by_partners(frame, subtract, grad, frame.point, kappa, *further)
+        squares = Pair(made.left.square, made.right.square) if measured else None
+        vector = Pair(made.left.rows, made.right.rows) if measured else made
+        return Projection(vector, squares, seen, before, kappa)
+
+    def descent(
+        self,
+        frame: StiefelFrame,
+        grad: Pair,
+        repair: str,
+        momentum: Pair | None = None,
+        nu: float = 0.0,
+    ) -> tuple[Pair, StiefelTangent]:
+        # Up to rank 64 one kernel makes all overlaps. Elsewhere squares may come with the vector,
+        # and a metric that counts UᵀΞ apart need not make it again.
+        small, served = kernels.serve_small(*frame.point), kernels.serve(*frame.point)
+        apart = self.inner_weight != 1
+        if small or not (apart or (served and momentum is None)):
+            return super().descent(frame, grad, repair, momentum, nu)
+        made = self.project(frame, grad, momentum, nu, measured=served)
+        sides = list(self.coordinates(frame, made.vector))
+        if made.squares is not None:
+            sides = [x._replace(sizes=y) for x, y in zip(sides, made.squares, strict=True)]
+        if apart:
+            known = [made.seen.left / frame.j, made.seen.right / frame.i]
+            if made.before is not None:
+                pairs = zip(made.before, known, strict=True)
+                known = [torch.lerp(old, new, 1 - nu) for old, new in pairs]
+            turned = zip(sides, known, made.kappa, strict=True)
+            sides = [side._replace(known=x - kappa) for side, x, kappa in turned]
+        return made.vector, StiefelTangent(*sides)
 
     def arrive(self, frame: StiefelFrame, momentum: Pair, *, given: bool = False) -> Pair:
         subtract = partial(tall.subtract, given=given)
@@ -299,18 +348,7 @@ def _overlaps(frame: StiefelFrame, vector: Pair) -> Pair:
     return Pair(*both(tall.overlap, frame.point, vector))
 
 
-def _subtract(
-    frame: StiefelFrame, grad: Pair, kappa: Pair, weight: float, *further: Pair, nu: float = 0.0
-) -> Pair:
-    """``weight G_Ui / J − U_i κ_i``, plus ``nu`` times a further vector if there is one."""
-
-    def subtract(partners: int, g: Tensor, u: Tensor, c: Tensor, *m: Tensor) -> Tensor:
-        return tall.subtract(g, u, c, weight / partners, Plus(m[0], nu) if m else None)
-
-    return by_partners(frame, subtract, grad, frame.point, kappa, *further)
-
-
-def by_partners(frame: StiefelFrame, function: Callable[..., Tensor], *pairs: Pair) -> Pair:
+def by_partners(frame: StiefelFrame, function: Callable[..., Any], *pairs: Pair) -> Pair:
     """``function`` of how many blocks a factor is in, and of each side of ``pairs``."""
     if frame.i == frame.j:
         return Pair(*both(partial(function, frame.i), *pairs))

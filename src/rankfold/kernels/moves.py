@@ -47,12 +47,12 @@ def _combine_kernel(
     m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight, plus_weight,
     R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HAS_A: tl.constexpr, ADD_A: tl.constexpr, TURN_T: tl.constexpr,
-    PLUS: tl.constexpr, MASKED: tl.constexpr, INNER: tl.constexpr,
+    PLUS: tl.constexpr, MASKED: tl.constexpr, INNER: tl.constexpr, SQUARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sign A c_A plus T c_T or weight T, plus A if asked; A alone for members not alive.
 
-    Some columns of it a program, and if asked a part of its inner product with T.
+    Some columns of it a program, and if asked a part of its inner product with T or itself.
     """
     K: tl.constexpr = min(R, _MOST_COLUMNS)
     factor = tl.program_id(1).to(tl.int64)
@@ -69,7 +69,7 @@ def _combine_kernel(
             s1, s2, s3 = _coefficients(c_t_ptr, K, own, r, 1.0, K, PRECISION)
     if MASKED:
         alive = tl.load(alive_ptr + factor // repeat_alive)
-    if INNER:
+    if INNER or SQUARE:
         inner = tl.zeros((ROWS,), tl.float32)
     a_ptr += factor * m * r
     t_ptr += factor * m * r
@@ -108,8 +108,10 @@ def _combine_kernel(
             out = tl.where(alive, out, a)
         if INNER:
             inner += tl.sum(out * tl.load(t_ptr + place, mask=there, other=0.0), 1)
+        if SQUARE:
+            inner += tl.sum(out * out, 1)
         tl.store(out_ptr + place, out, mask=there)
-    if INNER:
+    if INNER or SQUARE:
         part = (factor * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0)
         tl.store(inner_ptr + part + tl.program_id(0), tl.sum(inner, 0))
 
@@ -233,12 +235,19 @@ def combine(
     ``a`` itself for members not ``alive``. ``a`` and ``t`` are (..., m, r), coefficients
     (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
     """
-    return _combine(a, c_a, t, c_t, sign, plus, add_a, alive, given, False)[0]
+    return _combine(a, c_a, t, c_t, sign, plus, add_a, alive, given)[0]
 
 
 def lift(g: Tensor, c_g: Tensor, a: Tensor, c_a: Tensor) -> tuple[Tensor, Tensor]:
     """``g c_g − a c_a`` (..., m, r), and its inner product (...) with ``g``."""
-    return _combine(a, c_a, g, c_g, -1.0, None, False, None, False, True)
+    return _combine(a, c_a, g, c_g, -1.0, inner="with t")
+
+
+def subtract(
+    t: Tensor, weight: float, a: Tensor, c_a: Tensor, plus: tuple[Tensor, float] | None
+) -> tuple[Tensor, Tensor]:
+    """``weight t − a c_a`` (..., m, r), plus a further term, and the square of its norm (...)."""
+    return _combine(a, c_a, t, weight, -1.0, plus, inner="with itself")
 
 
 def _combine(
@@ -247,11 +256,11 @@ def _combine(
     t: Tensor,
     c_t: Tensor | float,
     sign: float,
-    plus: tuple[Tensor, float] | None,
-    add_a: bool,
-    alive: Tensor | None,
-    given: bool,
-    inner: bool,
+    plus: tuple[Tensor, float] | None = None,
+    add_a: bool = False,
+    alive: Tensor | None = None,
+    given: bool = False,
+    inner: str = "",
 ) -> tuple[Tensor, Tensor]:
     t = t.contiguous()
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
@@ -272,7 +281,8 @@ def _combine(
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
         R=size, ROWS=shape.rows, COLS=shape.columns, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
-        INNER=inner, PRECISION=PRECISION, num_warps=shape.warps, num_stages=shape.stages,
+        INNER=inner == "with t", SQUARE=inner == "with itself", PRECISION=PRECISION,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out, sums.sum(1).view(lead) if inner else sums
 

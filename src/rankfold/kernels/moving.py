@@ -127,22 +127,43 @@ def _gather_kernel(
 @triton.jit
 def _scatter_kernel(
     entries_ptr, masters_ptr, values_ptr, m, r, parts,
+    along_ptr, scale_ptr, alive_ptr, repeat,
     ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    MASTERED: tl.constexpr,
+    MASTERED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A contiguous stack into blocks, and unrounded into their masters."""
+    """A contiguous stack into blocks, and unrounded into their masters; after a step if asked."""
     block = (tl.program_id(0) // parts).to(tl.int64)
     start = (tl.program_id(0) % parts) * ROWS
     rows = start + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, R)[None, :]
-    place = values_ptr + (block * m + rows) * r + cols
-    tile = tl.load(place, mask=(rows < m) & (cols < r), other=0.0)
+    place = (block * m + rows) * r + cols
+    there = (rows < m) & (cols < r)
+    tile = tl.load(values_ptr + place, mask=there, other=0.0)
+    if STEP:  # noqa: SIM102  (the one is known when a kernel is compiled, the other is not)
+        if tl.load(alive_ptr + block // repeat):
+            scale = tl.load(scale_ptr + block // repeat)
+            tile += scale * tl.load(along_ptr + place, mask=there, other=0.0)
     _store(entries_ptr, tile, block, start, m, r, ROWS, R, DTYPE, ALIGNED)
     if MASTERED:
         _store(masters_ptr, tile, block, start, m, r, ROWS, R, tl.float32, ALIGNED)
 
 
-def _launch(kernel: object, table: Table, masters: Table | None, stack: Tensor) -> None:
+class Step(NamedTuple):
+    """A step on the way: ``scale`` (batch,) times ``along``, for members (batch,) ``alive``."""
+
+    along: Tensor
+    scale: Tensor
+    alive: Tensor
+
+
+def _launch(
+    kernel: object,
+    table: Table,
+    masters: Table | None,
+    stack: Tensor,
+    further: tuple[object, ...] = (),
+    **constants: bool,
+) -> None:
     blocks, m, r = stack.shape
     assert blocks == len(table.entries)
     assert (m, r) == (table.height, table.rank)
@@ -157,10 +178,10 @@ def _launch(kernel: object, table: Table, masters: Table | None, stack: Tensor) 
     with torch.cuda.device_of(stack):
         kernel[(blocks * tiles,)](  # type: ignore[index]
             table.entries, table.entries if masters is None else masters.entries, stack,
-            m, r, tiles,
+            m, r, tiles, *further,
             ROWS=rows, R=cols, DTYPE=_DTYPES[table.dtype],
             ALIGNED=table.aligned and (masters is None or masters.aligned),
-            MASTERED=masters is not None, num_warps=4,
+            MASTERED=masters is not None, **constants, num_warps=4,
         )  # fmt: skip
 
 
@@ -182,10 +203,16 @@ def gather(out: Tensor, table: Table, masters: Table | None = None) -> Tensor:
     return out
 
 
-def scatter(table: Table, values: Tensor, masters: Table | None = None) -> None:
+def scatter(
+    table: Table, values: Tensor, masters: Table | None = None, step: Step | None = None
+) -> None:
     """Write float32 ``values`` (blocks, height, rank) over the blocks of ``table``, rounding.
 
-    Over those of ``masters`` as well, where given. Nothing tells autograd of it.
+    Over those of ``masters`` as well, where given; after a ``step`` from there, if there is one.
+    Nothing tells autograd of it.
     """
     assert values.dtype == torch.float32
-    _launch(_scatter_kernel, table, masters, values.contiguous())
+    values = values.contiguous()
+    along, scale, alive = (values,) * 3 if step is None else step
+    further = along.contiguous(), scale, alive, len(values) // len(scale)
+    _launch(_scatter_kernel, table, masters, values, further, STEP=step is not None)
