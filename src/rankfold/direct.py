@@ -16,10 +16,10 @@ from torch import Tensor
 from . import kernels
 from .factors import Factor, describe
 from .geometries import Pair
-from .geometries.endings import Stepped, Target, formed
+from .geometries.endings import Stepped, formed
 
 if TYPE_CHECKING:
-    from .kernels.moving import Table
+    from .kernels.moving import Step, Table
     from .stacks import Slot, Stack
 
 TensorOf = Callable[[Tensor], Tensor]
@@ -248,7 +248,8 @@ class Direct:
         cut = self._cut("weight", stack, members)
         in_place = any(view["weight"] is not None for view in self._in_place[id(stack)])
         if isinstance(point, Stepped) and not in_place:
-            point.write(*(Target(*tables) for tables in cut))
+            steps = [kernels.moving.Step(x, point.scale, point.alive) for x in point.vector]
+            _scatter(cut, point.point, steps)
         else:
             _scatter(cut, formed(point))
         if momentum is not None:
@@ -260,6 +261,8 @@ class Direct:
         """Nothing is left to do."""
 
 
-def _scatter(cut: list[tuple[Table, Table | None]], pair: Pair) -> None:
-    for (table, masters), values in zip(cut, pair, strict=True):
-        kernels.moving.scatter(table, values.flatten(0, 1), masters)
+def _scatter(
+    cut: list[tuple[Table, Table | None]], pair: Pair, steps: Sequence[Step | None] = (None, None)
+) -> None:
+    for (table, masters), values, step in zip(cut, pair, steps, strict=True):
+        kernels.moving.scatter(table, values.flatten(0, 1), masters, step)
