@@ -427,6 +427,50 @@ def test_whitened_steps(
     assert (found - exact).norm() < 5e-4 * moved
 
 
+def large_rank_step(
+    geometry: Any, point: Pair, grad: Pair, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """The product after a step in the kernels that large ranks take, and in float64 without."""
+    monkeypatch.setattr(tall, "can_ask", lambda x: False)
+    monkeypatch.setattr(kernels, "serve_small", lambda *x: False)
+    monkeypatch.setattr(kernels, "serve", lambda *x: x[0].dtype == torch.float32)
+    found = product(geometry.step(point, grad, None, told).point).double()
+    at, along = (Pair(*(x.double() for x in pair)) for pair in (point, grad))
+    return found, product(geometry.step(at, along, None, told).point)
+
+
+@in_kernels
+@pytest.mark.parametrize("size", [1.0, 1e5])
+@pytest.mark.parametrize("retraction", ["polar", "qr"])
+@pytest.mark.parametrize("name", ["isometry-quotient", "isometry-canonical"])
+def test_long_steps_of_large_ranks(
+    name: str, retraction: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose columns are orthonormal again, and right, however long they have been."""
+    geometry = geometry_for(name, 1, 1)
+    point = Pair(*(torch.linalg.qr(randn(2, 1, 40, 20, seed=s)).Q for s in (81, 82)))
+    z = size * randn(2, 40, 40, seed=83)
+    grad = Pair((z @ point.right[:, 0])[:, None], (z.mT @ point.left[:, 0])[:, None])
+    told = options(retraction, 1.0, momentum=0.0, normalize=None)
+    found, exact = large_rank_step(geometry, point, grad, told, monkeypatch)
+    assert (found - exact).norm() < 1e-4 * exact.norm()
+
+
+@in_kernels
+def test_norms_where_nearly_all_is_in_dispute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told from rows, as a difference would leave a tenth of them to rounding."""
+    geometry = geometry_for("fixed-quotient", 1, 1)
+    a, b = randn(2, 40, 20, seed=84), randn(2, 36, 20, seed=85)
+    turn, z = randn(2, 20, 20, seed=86), 1e-3 * randn(2, 40, 36, seed=87)
+    vertical = a @ (turn @ (b.mT @ b)), -b @ (turn.mT @ (a.mT @ a))
+    grad = Pair((vertical[0] + z @ b)[:, None], (vertical[1] + z.mT @ a)[:, None])
+    told = options("additive", 0.1, momentum=0.0)
+    point = Pair(a[:, None], b[:, None])
+    found, exact = large_rank_step(geometry, point, grad, told, monkeypatch)
+    moved = torch.linalg.matrix_norm(exact - product(point).double())
+    assert (torch.linalg.matrix_norm(found - exact) < 1e-2 * moved).all()
+
+
 @in_kernels
 @pytest.mark.parametrize("target", [0.0, 0.5])
 @pytest.mark.parametrize("rates", [0.02, [0.02, 0.01]])

@@ -20,24 +20,25 @@ MARGIN = 0.05
 class Moved:
     """U + γΞ of both sides, (batch, blocks, m, r), with γ (batch,).
 
-    Kernels make what is wanted of it from U and Ξ; elsewhere it is formed.
+    ``reach`` is a bound on the length of this step, if there is one. Of short steps kernels make
+    what is wanted from U and Ξ. Elsewhere it is formed: what would have to be added to the columns
+    of a long step, to make them orthonormal, is nearly all of them, and little would be left.
     """
 
-    def __init__(self, point: Pair, vector: Pair, scale: Tensor) -> None:
+    def __init__(self, point: Pair, vector: Pair, scale: Tensor, reach: float | None) -> None:
         self._point, self._vector, self._scale = point, vector, (scale, scale)
+        self._spread = moved_spread(reach)
         self._formed: Pair | None = None
-        if not kernels.serve(*point, *vector):
+        if not (polar.is_small(self._spread) and kernels.serve(*point, *vector)):
             self._formed = Pair(*both(tall.step, point, vector, self._scale))
 
-    def orthonormal(
-        self, retraction: str, reach: float | None, largest: float
-    ) -> tuple[Pair, Tensor]:
+    def orthonormal(self, retraction: str, largest: float) -> tuple[Pair, Tensor]:
         """The columns made orthonormal by ``retraction``, and the members (batch,) that moved.
 
-        ``reach`` is a bound on the length of the step, if there is one. Members stay where they
-        were if an entry may be larger than ``largest``, or a number was not finite.
+        Members stay where they were if an entry may be larger than ``largest``, or a number was
+        not finite.
         """
-        spread = moved_spread(reach)
+        spread = self._spread
         scale = partial(orthonormal_scaling, retraction=retraction, spread=spread)
         left, right = both(scale, self._grams())
         alive = within((left.norm, right.norm), largest)

@@ -338,8 +338,8 @@ class StiefelGeometry(Geometry):
         fused = coords.left.grams is not None and retraction == "polar"
         if fused and polar.is_small(tangent):
             return _land_in_one(coords, scale, options)
-        moved = Moved(frame.point, self.vector(frame, coords), scale)
-        new, alive = moved.orthonormal(retraction, options.reach, options.largest)
+        moved = Moved(frame.point, self.vector(frame, coords), scale, options.reach)
+        new, alive = moved.orthonormal(retraction, options.largest)
         return Landing(new, None, alive, None)
 
 
