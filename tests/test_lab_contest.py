@@ -196,6 +196,18 @@ def test_finals_go_seed_by_seed(tmp_path: Path) -> None:
     assert finals == [(s, m) for s in range(3) for m in ("muon", "fixed-quotient", "adamw")]
 
 
+def test_finals_on_other_seeds_are_of_the_same_settings(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, bowl(CENTRES))
+    run_contest(contest(seeds=2), tmp_path, lab.make)
+    first = {method_of(c): c for c in lab.made if c.training.seed == 0}
+    lab.made.clear()
+    run_contest(contest(seeds=3, first_seed=8), tmp_path, lab.make)
+    assert [c.training.seed for c in lab.made] == [8] * 3 + [9] * 3 + [10] * 3
+    for config in lab.made:
+        like = first[method_of(config)]
+        assert config == like.with_options({"training.seed": config.training.seed})
+
+
 def test_a_contest_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
     best = CENTRES | {"muon": CENTRES["muon"] + 2}
     whole = Lab(tmp_path / "whole", bowl(best))
@@ -260,7 +272,10 @@ def test_a_method_that_always_diverges_is_not_compared(tmp_path: Path) -> None:
         ({"preset": "tiny-gqa"}, "paper or tiny"),
         ({"methods": ("sgd",)}, "there is no method 'sgd'"),
         ({"models": ("vit",)}, "there are mha, gqa, rope"),
-        ({"seeds": 101}, "1 to 100 seeds"),
+        ({"seeds": 101}, "seeds from 0 to 99, one at least, not 101 from 0 on"),
+        ({"seeds": 0}, "not 0 from 0 on"),
+        ({"first_seed": -1}, "not 8 from -1 on"),
+        ({"first_seed": 93}, "not 8 from 93 on"),
         ({"annealings": ("exp",)}, "one of none, linear, cosine"),
         ({"steps": (0,)}, "at least 1"),
     ],

@@ -236,6 +236,8 @@ def test_a_contest_for_real(command: Callable[..., Any], tmp_path: Path) -> None
     [
         (("--models", "mha"), "--models is an option of --contest"),
         (("--dry-run",), "--dry-run is an option of --contest"),
+        (("--first-seed", 0), "--first-seed is an option of --contest"),
+        (("--contest", "--first-seed", 99), "not 3 from 99 on"),
         (("--set", "training.seed=5"), "as many as --seeds says"),
         (("--contest", "--set", "training.steps=5"), "training.steps is the contest's to choose"),
         (("--contest", "--set", "optimizer.lr=1"), "optimizer.lr is the contest's to choose"),

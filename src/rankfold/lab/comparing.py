@@ -68,6 +68,10 @@ def compare(
         str | None, typer.Option(help="Of the contest, with commas in between.")
     ] = None,
     annealing: Annotated[str | None, typer.Option(help="Of the contest: none,linear.")] = None,
+    first_seed: Annotated[
+        int | None,
+        typer.Option(help="Of the contest: compare on --seeds from this one on, not from 0."),
+    ] = None,
     only: Annotated[
         str | None, typer.Option(help=f"A part of the contest: {', '.join(_ONLY)}.")
     ] = None,
@@ -85,7 +89,9 @@ def compare(
             if optimizer:
                 raise ValueError("a contest has --methods and no --optimizer")
             given = {name: value for name, value in named.items() if value is not None}
-            held = _contest(preset_name, steps, seeds, of_the_contest, given | pairs(sets))
+            held = _contest(
+                preset_name, steps, seeds, first_seed or 0, of_the_contest, given | pairs(sets)
+            )
             if dry_run:
                 from .contest_report import standing
 
@@ -93,8 +99,9 @@ def compare(
             else:
                 _hold(held, output, device, workers, only)
             return
-        for name, value in (*of_the_contest.items(), ("dry-run", dry_run)):
-            if value:
+        others = ("first-seed", first_seed), ("dry-run", dry_run or None)
+        for name, value in (*of_the_contest.items(), *others):
+            if value is not None:
                 raise ValueError(f"--{name} is an option of --contest")
         if "training.seed" in pairs(sets):
             raise ValueError("seeds are those from 0 on, as many as --seeds says")
@@ -139,6 +146,7 @@ def _contest(
     preset_name: str,
     steps: str | None,
     seeds: int | None,
+    first_seed: int,
     chosen: dict[str, str | None],
     extra: dict[str, Any],
 ) -> Contest:
@@ -166,6 +174,7 @@ def _contest(
         seeds=seeds or usual.seeds,
         annealings=words(chosen["annealing"], usual.annealings),
         extra=extra,
+        first_seed=first_seed,
     )
 
 

@@ -10,7 +10,7 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
    rate at that end, until it is neither or has grown four times.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
    rule; then the momentum. All else stays.
-3. The best setting is run on the seeds from 0 on.
+3. The best setting is run on the seeds from 0 on, or from another that was chosen beforehand.
 
 What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on
 where it was.
@@ -236,6 +236,7 @@ class Contest:
     seeds: int
     annealings: tuple[str, ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
+    first_seed: int = 0
     # Looked up thousands of times, for the losses on disk.
     _made: dict[tuple[Any, ...], RunConfig] = field(default_factory=dict, repr=False)
 
@@ -254,8 +255,11 @@ class Contest:
         decided |= {name for method in METHODS.values() for name in method.options}
         for name in sorted(decided & self.extra.keys()):
             raise ValueError(f"{name} is the contest's to choose, and cannot be set")
-        if not 1 <= self.seeds <= TUNING_SEED:
-            raise ValueError(f"a contest has 1 to {TUNING_SEED} seeds, not {self.seeds}")
+        if self.seeds < 1 or self.first_seed < 0 or self.final_seeds[-1] >= TUNING_SEED:
+            raise ValueError(
+                f"a contest has seeds from 0 to {TUNING_SEED - 1}, one at least, not "
+                f"{self.seeds} from {self.first_seed} on"
+            )
         for cell in self.cells():
             self._base(cell)
 
@@ -271,6 +275,11 @@ class Contest:
     def entries(self) -> list[Method]:
         """The methods that take part, in the order of `METHODS`."""
         return [METHODS[name] for name in METHODS if name in self.methods]
+
+    @property
+    def final_seeds(self) -> range:
+        """Those of the comparison."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def shortest(self) -> int:
@@ -330,7 +339,7 @@ class Contest:
         """The runs of the comparison, none before a method is tuned or if it always diverged."""
         if choice is None or math.isinf(choice.loss):
             return []
-        return [self.config(cell, method, choice.setting, seed) for seed in range(self.seeds)]
+        return [self.config(cell, method, choice.setting, seed) for seed in self.final_seeds]
 
     def tuning_runs(self, cell: Cell, losses: Losses) -> list[RunConfig]:
         """All runs that tuning is known to want."""

@@ -215,11 +215,11 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         "tuning/index.html.",
         "Rates marked * come from a tuning in which the best of a line was its last, so better "
         "ones may lie beyond; a momentum marked * is the first or the last of those tried.",
-        "The losses below are of fresh seeds from 0 on. p-values of the tables are of two-sided "
-        "paired t tests as they are; that of a verdict is multiplied by the number of our "
-        "candidates, as the best of them is picked on the same seeds. Its interval is not widened "
-        "for that choice, and no p-value for the number of comparisons on this page. A null is a "
-        "null, not a tie.",
+        f"The losses below are of fresh seeds from {contest.first_seed} on. p-values of the tables "
+        "are of two-sided paired t tests as they are; that of a verdict is multiplied by the "
+        "number of our candidates, as the best of them is picked on the same seeds. Its interval "
+        "is not widened for that choice, and no p-value for the number of comparisons on this "
+        "page. A null is a null, not a tie.",
     ]
 
 
