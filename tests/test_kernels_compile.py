@@ -205,5 +205,5 @@ def test_small_matrices(compiled: Compiled) -> None:
     kernels.refine.inverse(x, x)
     kernels.refine.root(x)
     kernels.refine.best_rank_core(x, x, x, x, linalg.rank_iterations(x.dtype))
-    kernels.small.cholesky_inverse(x)
+    kernels.elimination.cholesky_inverse(x)
     assert {"_inverse_kernel", "_root_kernel", "_best_rank_kernel"} <= compiled.names

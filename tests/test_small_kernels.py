@@ -27,10 +27,12 @@ def test_in_interpreter() -> None:
 
 
 @pytest.fixture
-def small() -> ModuleType:
-    from rankfold.kernels import small
+def kernels() -> ModuleType:
+    """Imported here, since Triton need not be installed."""
+    from rankfold import kernels
+    from rankfold.kernels import elimination, members, roots  # noqa: F401
 
-    return small
+    return kernels
 
 
 def relative_error(x: Tensor, reference: Tensor) -> Tensor:
@@ -51,10 +53,10 @@ def on_device(x: Tensor) -> Tensor:
 
 @in_kernels
 @sizes
-def test_cholesky_inverse(small: ModuleType, r: int) -> None:
+def test_cholesky_inverse(kernels: ModuleType, r: int) -> None:
     x = conditioned(2, r, 30, seed=1)
     gram = on_device(x.mT @ x)
-    lower, inverse, lifted = small.cholesky_inverse(gram)
+    lower, inverse, lifted = kernels.elimination.cholesky_inverse(gram)
     reference = torch.linalg.cholesky(gram.double().cpu())
     condition = 30**2
     assert relative_error(lower, reference).max() < 2 * condition * EPS
@@ -67,14 +69,14 @@ def test_cholesky_inverse(small: ModuleType, r: int) -> None:
 
 @in_kernels
 @sizes
-def test_cholesky_lifts_what_linalg_lifts(small: ModuleType, r: int) -> None:
+def test_cholesky_lifts_what_linalg_lifts(kernels: ModuleType, r: int) -> None:
     healthy = randn(2 * r, r, seed=1)
     repeated, zero_column = healthy.clone(), healthy.clone()
     repeated[:, -1] = repeated[:, 0]
     zero_column[:, r // 2] = 0
     factors = (healthy, healthy[:1], healthy, repeated, zero_column)
     gram = on_device(torch.stack([x.mT @ x for x in factors]))
-    lower, inverse, lifted = small.cholesky_inverse(gram)
+    lower, inverse, lifted = kernels.elimination.cholesky_inverse(gram)
     expected = linalg.cholesky(gram.cpu())
     assert lifted.tolist() == expected.lifted.tolist()
     assert torch.equal(lower[2], lower[0])
@@ -89,11 +91,11 @@ def test_cholesky_lifts_what_linalg_lifts(small: ModuleType, r: int) -> None:
 
 
 @in_kernels
-def test_the_harder_lift(small: ModuleType) -> None:
+def test_the_harder_lift(kernels: ModuleType) -> None:
     """Indefinite by more than the first lift adds, by less than the second."""
     gram = torch.eye(20)
     gram[0, 1] = gram[1, 0] = 1 + 2e-4
-    lower, _, lifted = small.cholesky_inverse(on_device(gram))
+    lower, _, lifted = kernels.elimination.cholesky_inverse(on_device(gram))
     expected = linalg.cholesky(gram)
     assert lifted.item()
     assert expected.lower.isfinite().all()
@@ -102,15 +104,18 @@ def test_the_harder_lift(small: ModuleType) -> None:
 
 @in_kernels
 @sizes
-def test_nothing_finite_comes_of_nothing_definite(small: ModuleType, r: int) -> None:
+def test_nothing_finite_comes_of_nothing_definite(kernels: ModuleType, r: int) -> None:
     """And its neighbours do not notice."""
     gram = on_device(conditioned(3, r, 3, seed=1))
     gram = gram @ gram.mT
     bad = gram.clone()
     bad[1, r // 2, r // 2] = torch.nan
     bad[2] = 0
-    healthy, spoiled = small.cholesky_inverse(gram), small.cholesky_inverse(bad)
-    inverse, spoiled_inverse = small.inverse(gram), small.inverse(bad)
+    healthy, spoiled = (
+        kernels.elimination.cholesky_inverse(gram),
+        kernels.elimination.cholesky_inverse(bad),
+    )
+    inverse, spoiled_inverse = kernels.elimination.inverse(gram), kernels.elimination.inverse(bad)
     for k in range(3):
         if k > 0:
             assert spoiled[2][k]
@@ -124,100 +129,105 @@ def test_nothing_finite_comes_of_nothing_definite(small: ModuleType, r: int) -> 
 @in_kernels
 @sizes
 @pytest.mark.parametrize("condition", [1.0, 1e6])
-def test_inverse(small: ModuleType, r: int, condition: float) -> None:
+def test_inverse(kernels: ModuleType, r: int, condition: float) -> None:
     x = on_device(conditioned(2, r, condition, seed=1))
     reference = torch.linalg.inv(x.double())
-    error = relative_error(small.inverse(x), reference)
+    error = relative_error(kernels.elimination.inverse(x), reference)
     library = relative_error(linalg.inverse(x.cpu()), reference)
     assert error.mean() < 3 * library.mean() + 4 * EPS
 
 
 @in_kernels
 @pytest.mark.parametrize("r", [3, 70])
-def test_what_is_found_stays(small: ModuleType, r: int) -> None:
+def test_what_is_found_stays(kernels: ModuleType, r: int) -> None:
     """And what is not is made: a member's error decides, and NaN is no small error."""
     x = on_device(conditioned(3, r, 3, seed=1))
     gram, error = x @ x.mT, torch.zeros_like(x)
     error[1, 0, 0], error[2, -1, -1] = 1e-3, torch.nan
     marked = [torch.full_like(x, mark) for mark in (1, 2, 3)]
-    found = small.Found((marked[0],), error, 1e-7)
-    inverse = small.inverse(x, found)
-    roots = small.cholesky_inverse(gram, small.Found(tuple(marked[1:]), error, 1e-7))
+    found = kernels.members.Found((marked[0],), error, 1e-7)
+    inverse = kernels.elimination.inverse(x, found)
+    roots = kernels.elimination.cholesky_inverse(
+        gram, kernels.members.Found(tuple(marked[1:]), error, 1e-7)
+    )
     assert [float(made[0].mean()) for made in (inverse, *roots[:2])] == [1, 2, 3]
-    made = small.inverse(x), *small.cholesky_inverse(gram)
+    made = kernels.elimination.inverse(x), *kernels.elimination.cholesky_inverse(gram)
     for ours, theirs in zip((inverse, *roots), made, strict=True):
         assert torch.equal(ours[1:], theirs[1:])
 
 
 @in_kernels
 @sizes
-def test_inverse_needs_its_pivots(small: ModuleType, r: int) -> None:
+def test_inverse_needs_its_pivots(kernels: ModuleType, r: int) -> None:
     """A permuted triangle: zeros on the diagonal, every pivot off it."""
     triangle = randn(r, r, seed=1).tril(-1) / r + torch.eye(r)
     x = on_device(triangle[:, torch.arange(r - 1, -1, -1)])
-    assert relative_error(small.inverse(x)[None], torch.linalg.inv(x.double())[None]) < 20 * EPS
+    assert (
+        relative_error(kernels.elimination.inverse(x)[None], torch.linalg.inv(x.double())[None])
+        < 20 * EPS
+    )
 
 
 @in_kernels
 @sizes
-def test_any_leading_dimensions_and_strides(small: ModuleType, r: int) -> None:
+def test_any_leading_dimensions_and_strides(kernels: ModuleType, r: int) -> None:
     x = on_device(conditioned(2, r, 3, seed=1)).unflatten(0, (1, 2))
     gram = x @ x.mT
     wide = torch.zeros(2, 1, r, 2 * r + 1, device=DEVICE)
     strided = wide[..., 1::2].transpose(0, 1)
     strided.copy_(gram)
-    lower, _, lifted = small.cholesky_inverse(strided.mT)
+    lower, _, lifted = kernels.elimination.cholesky_inverse(strided.mT)
     assert lifted.shape == (1, 2)
     reference = torch.linalg.cholesky(gram.double())
     assert relative_error(lower[0], reference[0]).max() < 50 * EPS
     strided.copy_(x)
     reference = torch.linalg.inv(x.double())
-    assert relative_error(small.inverse(x.mT).mT[0], reference[0]).max() < 50 * EPS
-    assert relative_error(small.inverse(strided)[0], reference[0]).max() < 50 * EPS
-    assert small.inverse(x[0, 0]).shape == (r, r)
-    assert small.inverse(x[:0]).shape == (0, 2, r, r)
+    assert relative_error(kernels.elimination.inverse(x.mT).mT[0], reference[0]).max() < 50 * EPS
+    assert relative_error(kernels.elimination.inverse(strided)[0], reference[0]).max() < 50 * EPS
+    assert kernels.elimination.inverse(x[0, 0]).shape == (r, r)
+    assert kernels.elimination.inverse(x[:0]).shape == (0, 2, r, r)
 
 
 @in_kernels
 @sizes
-def test_inverse_sqrt(small: ModuleType, r: int) -> None:
+def test_inverse_sqrt(kernels: ModuleType, r: int) -> None:
     values = torch.linspace(0.6, 1.4, r, dtype=torch.float64)
     vectors = torch.linalg.qr(randn(4, r, r, seed=1)).Q
     gram = on_device((vectors * values) @ vectors.mT)
     reference = (vectors / values.sqrt()) @ vectors.mT
     steps = polar.newton_schulz_steps(0.4, torch.float32)
     library = relative_error(polar.inverse_sqrt(gram.cpu(), steps), reference).max()
-    error = relative_error(small.inverse_sqrt(gram.mT, steps, scale=1.0), reference).max()
+    error = relative_error(kernels.roots.inverse_sqrt(gram.mT, steps, scale=1.0), reference).max()
     assert error < 2 * library + 2 * EPS
-    one_step = small.inverse_sqrt(gram, 1, scale=1.0)
+    one_step = kernels.roots.inverse_sqrt(gram, 1, scale=1.0)
     assert relative_error(one_step, polar.inverse_sqrt(gram.cpu(), 1)).max() < 2 * EPS
 
 
 @in_kernels
 @sizes
-def test_inverse_sqrt_where_none_is_found(small: ModuleType, r: int) -> None:
+def test_inverse_sqrt_where_none_is_found(kernels: ModuleType, r: int) -> None:
     vectors = torch.linalg.qr(randn(4, r, r, seed=1)).Q
     values = 1.5 + torch.linspace(-1, 1, r, dtype=torch.float64)
     gram = on_device((vectors * values) @ vectors.mT)
     reference = (vectors / values.sqrt()) @ vectors.mT
     made, error = torch.zeros_like(gram), torch.zeros_like(gram)
     error[1::2, 0, 0] = 0.5
-    found = small.Found((made,), error, 0.1)
+    found = kernels.members.Found((made,), error, 0.1)
     steps = polar.newton_schulz_steps(2 / 3, torch.float32)
-    result = small.inverse_sqrt(gram, steps, scale=1 / 1.5, found=found)
+    result = kernels.roots.inverse_sqrt(gram, steps, scale=1 / 1.5, found=found)
     assert not result[::2].any()
     assert relative_error(result[1::2], reference[1::2]).max() < 16 * EPS
 
 
 @in_kernels
 @sizes
-def test_scaled_inverse_sqrt(small: ModuleType, r: int) -> None:
+def test_scaled_inverse_sqrt(kernels: ModuleType, r: int) -> None:
     values = torch.logspace(1.5, 0, r, dtype=torch.float64)
     vectors = torch.linalg.qr(randn(4, r, r, seed=1)).Q
     gram = on_device((vectors * values) @ vectors.mT)
     gram[2] = torch.nan
     reference = ((vectors / values.sqrt()) @ vectors.mT)[[0, 1, 3]]
-    result = small.inverse_sqrt(gram, 12)
+    result = kernels.roots.inverse_sqrt(gram, 12)
     library = polar.scaled_inverse_sqrt(gram.cpu(), 12)
     assert not result[2].isfinite().any()
     error, library_error = (
@@ -228,7 +238,7 @@ def test_scaled_inverse_sqrt(small: ModuleType, r: int) -> None:
 
 @in_kernels
 @pytest.mark.parametrize("r", [1, 3, 20, *([64] if CUDA else [])])
-def test_inverse_root_of_any_rank(small: ModuleType, r: int) -> None:
+def test_inverse_root_of_any_rank(kernels: ModuleType, r: int) -> None:
     """Singular ones too, whatever their size, and a member that is not finite is that one alone."""
     from rankfold.kernels import whiten
 
@@ -251,15 +261,15 @@ def test_inverse_root_of_any_rank(small: ModuleType, r: int) -> None:
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_in_a_graph(small: ModuleType) -> None:
+def test_in_a_graph(kernels: ModuleType) -> None:
     x = on_device(conditioned(4, 64, 3, seed=1))
     gram = x @ x.mT
 
     def everything() -> list[Tensor]:
         return [
-            *small.cholesky_inverse(gram),
-            small.inverse(x),
-            small.inverse_sqrt(gram, 3),
+            *kernels.elimination.cholesky_inverse(gram),
+            kernels.elimination.inverse(x),
+            kernels.roots.inverse_sqrt(gram, 3),
         ]
 
     expected = everything()

@@ -46,14 +46,14 @@ def inverse(x: Tensor, guess: Tensor | None = None) -> Tensor:
         return kernels.refine.inverse(x, guess)
     served = kernels.serve(x)
     if guess is None or not (served or tall.can_ask(x)):
-        return kernels.small.inverse(x) if served else _eliminated(x)
+        return kernels.elimination.inverse(x) if served else _eliminated(x)
     # Three products take a quarter of the time. Each member goes by its own guess.
     guess = guess.expand_as(x)
     error = tall.add_product(identity_like(x), x, guess, alpha=-1.0)
     if served:
         refined = tall.add_product(guess, guess, tall.add_product(error, error, error))
-        found = kernels.small.Found((refined,), error, _cubed_is_rounding(x.dtype))
-        return kernels.small.inverse(x, found)
+        found = kernels.members.Found((refined,), error, _cubed_is_rounding(x.dtype))
+        return kernels.elimination.inverse(x, found)
     size = squared_norm(error, 2)
     refined = tall.add_product(guess, guess, error + square_unless_rounding(error, size))
     near = size < _cubed_is_rounding(x.dtype)
@@ -106,7 +106,7 @@ def cholesky(gram: Tensor, damping: float = 0.0) -> Cholesky:
     if damping:
         gram = gram + damping * identity_like(gram)
     if kernels.serve(gram):
-        return Cholesky(*kernels.small.cholesky_inverse(gram))
+        return Cholesky(*kernels.elimination.cholesky_inverse(gram))
     lower, info = torch.linalg.cholesky_ex(gram, check_errors=False)
     eps, size = torch.finfo(gram.dtype).eps, gram.diagonal(dim1=-2, dim2=-1)
     pivots = lower.diagonal(dim1=-2, dim2=-1).square()
@@ -142,8 +142,8 @@ def root_near_identity(gram: Tensor) -> tuple[Tensor, Tensor]:
     if served:
         half = tall.add_product(error, error, error, 0.5, 0.375)
         series = tall.add_product(gram, gram, half), eye + half
-        found = kernels.small.Found(series, error, _cubed_is_rounding(gram.dtype))
-        return kernels.small.cholesky_inverse(gram, found)[:2]
+        found = kernels.members.Found(series, error, _cubed_is_rounding(gram.dtype))
+        return kernels.elimination.cholesky_inverse(gram, found)[:2]
     size = squared_norm(error, 2)
     half, square = error / 2, square_unless_rounding(error, size)
     series = eye - half - square / 8, eye + half + 0.375 * square

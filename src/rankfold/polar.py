@@ -46,7 +46,7 @@ def newton_schulz_steps(spread: float, dtype: torch.dtype) -> int:
 def inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """``gram^(-1/2)`` for eigenvalues in (0, 3), by coupled Newton–Schulz products."""
     if kernels.serve_small(gram):
-        return kernels.small.inverse_sqrt(gram, steps, scale=1.0)
+        return kernels.roots.inverse_sqrt(gram, steps, scale=1.0)
     if not tall.can_ask(gram):
         return _iterated_inverse_sqrt(gram, steps)
     found, error = _series(gram)
@@ -91,7 +91,7 @@ def _iterated_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
 def scaled_inverse_sqrt(gram: Tensor, steps: int) -> Tensor:
     """The same for any positive eigenvalues: scaled so that [1, row-sum bound] centres on 1."""
     if kernels.serve_small(gram):
-        return kernels.small.inverse_sqrt(gram, steps)
+        return kernels.roots.inverse_sqrt(gram, steps)
     bound = gram.abs().sum(-1).amax(-1)[..., None, None].clamp_min(1)
     scale = 2 / (1 + bound)
     return inverse_sqrt(gram * scale, steps) * scale.sqrt()
@@ -108,8 +108,8 @@ def polar_scaling(gram: Tensor, spread: Spread | None) -> Tensor:
         if kernels.serve(gram) and not kernels.serve_small(gram):
             # What may be far from I seldom is. Each member goes by its own distance.
             series, error = _series(gram)
-            found = kernels.small.Found((series,), error, _fifth_power_is_rounding(gram.dtype))
-            return kernels.small.inverse_sqrt(gram, steps, scale=1 / centre, found=found)
+            found = kernels.members.Found((series,), error, _fifth_power_is_rounding(gram.dtype))
+            return kernels.roots.inverse_sqrt(gram, steps, scale=1 / centre, found=found)
         if centre == 1:
             return inverse_sqrt(gram, steps)
         return inverse_sqrt(gram / centre, steps) / math.sqrt(centre)

@@ -16,12 +16,14 @@ from torch import Tensor
 from ..eager import constant_when_compiled
 
 if TYPE_CHECKING:
+    from . import elimination as elimination
     from . import frames as frames
+    from . import members as members
     from . import moves as moves
     from . import moving as moving
     from . import refine as refine
     from . import retraction as retraction
-    from . import small as small
+    from . import roots as roots
     from . import stiefel as stiefel
     from . import tall as tall
     from . import whiten as whiten
@@ -62,12 +64,14 @@ def _has_room(device: torch.device) -> bool:
 def _importable() -> bool:
     try:
         from . import (  # noqa: F401
+            elimination,
             frames,
+            members,
             moves,
             moving,
             refine,
             retraction,
-            small,
+            roots,
             stiefel,
             tall,
             whiten,

@@ -87,6 +87,12 @@ def _square_kernel(
 ):  # fmt: skip
     """Parts of ‖T turn‖² or ‖T‖², over ``run`` rows and some columns; of some members only."""
     factor = tl.program_id(1).to(tl.int64)
+    part = (factor * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0)
+    norm_ptr += part + tl.program_id(0)
+    if MASKED:  # noqa: SIM102  (the one is known when a kernel is compiled, the other is not)
+        if tl.load(only_ptr + factor // repeat_only) == 0:
+            tl.store(norm_ptr, 0.0)
+            return
     cols = tl.arange(0, R)
     own = tl.program_id(0) * COLS + tl.arange(0, COLS)
     if TURN:
@@ -97,8 +103,6 @@ def _square_kernel(
     total = tl.zeros((ROWS, COLS), tl.float32)
     first = tl.program_id(2) * run
     last = tl.minimum(first + run, m)
-    if MASKED:
-        last = tl.where(tl.load(only_ptr + factor // repeat_only), last, first)
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)[:, None]
         place = t_ptr + factor * m * r + rows * r
@@ -110,8 +114,7 @@ def _square_kernel(
             there = (rows < last) & (own[None, :] < r)
             c = tl.load(place + own[None, :], mask=there, other=0.0)
         total += c * c
-    part = (factor * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(0)
-    tl.store(norm_ptr + part + tl.program_id(0), tl.sum(tl.sum(total, 1), 0))
+    tl.store(norm_ptr, tl.sum(tl.sum(total, 1), 0))
 
 
 def sums(

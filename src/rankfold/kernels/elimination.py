@@ -1,7 +1,7 @@
-"""Triton kernels for stacks of r×r float32 matrices, r up to 128, one program a member.
+"""Triton kernels that eliminate in stacks of r×r float32 matrices, r up to 128.
 
-A library call on a stack this small is all launches and waiting. Here each function is one launch,
-and an elimination keeps a member's matrix in registers from load to store. Sizes are padded with
+A library call on a stack this small is all launches and waiting. Here each function is one launch
+of a program a member, which keeps its matrix in registers from load to store. Sizes are padded with
 the identity to a power of two R.
 
 What takes long in an elimination is fetching single rows out of a tile that is spread over the
@@ -12,14 +12,12 @@ that makes this taking out cheap; it has no influence on the results.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sizes import padded
+from .members import Found, flattened, is_near, known, padded_rank, room_for
 
 _EPS = tl.constexpr(2.0**-23)
 # The constants of linalg: which pivots can be rounding, and what is added to the diagonal then.
@@ -36,16 +34,6 @@ def _load(source, rows, cols, row_stride, col_stride, r):
         mask=(rows < r) & (cols < r),
         other=(rows == cols).to(tl.float32),
     )
-
-
-@triton.jit
-def _is_near(error, member, r, limit, R: tl.constexpr):
-    """Whether the squares of a member's error add up to less than ``limit``."""
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    tile = tl.load(error + member * r * r + rows * r + cols, mask=inside, other=0.0)
-    return tl.sum(tl.sum(tile * tile, 1), 0) < limit
 
 
 @triton.jit
@@ -124,7 +112,7 @@ def _cholesky_kernel(
     room = tl.maximum(size, _EPS * tl.max(size))
     failed = True
     if FOUND:
-        failed = _is_near(error, member, r, limit, R) == 0
+        failed = is_near(error, member, r, limit, R) == 0
     for attempt in range(3):
         # Each try stores its result, and a failed one is written over by the next.
         if failed:
@@ -235,7 +223,7 @@ def _inverse_kernel(
     member = tl.program_id(0).to(tl.int64)
     far = True
     if FOUND:
-        far = _is_near(error, member, r, limit, R) == 0
+        far = is_near(error, member, r, limit, R) == 0
     if far:
         rows = _four_order(R)
         cols = tl.arange(0, R)[None, None, None, :]
@@ -245,99 +233,9 @@ def _inverse_kernel(
         tl.store(place, tile, mask=(rows < r) & (cols < r))
 
 
-@triton.jit
-def _product(a, a_row, a_col, b, b_row, b_col, r, R: tl.constexpr):
-    """Product of two members in memory, padded with zeros."""
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    result = tl.zeros((R, R), tl.float32)
-    for k in range(0, r, 16):
-        left = k + tl.arange(0, 16)[None, :]
-        top = k + tl.arange(0, 16)[:, None]
-        x = tl.load(a + rows * a_row + left * a_col, mask=(rows < r) & (left < r), other=0.0)
-        y = tl.load(b + top * b_row + cols * b_col, mask=(top < r) & (cols < r), other=0.0)
-        result = tl.dot(x, y, result, input_precision="ieee")
-    return result
-
-
-@triton.jit
-def _inverse_sqrt_kernel(
-    gram, out, root, half, error, limit, scale, stride, row_stride, col_stride, r, steps,
-    SCALED: tl.constexpr, R: tl.constexpr, FOUND: tl.constexpr,
-):  # fmt: skip
-    member = tl.program_id(0).to(tl.int64)
-    if FOUND:  # noqa: SIM102  (the one is known when a kernel is compiled, the other is not)
-        if _is_near(error, member, r, limit, R):
-            return
-    rows = tl.arange(0, R)[:, None]
-    cols = tl.arange(0, R)[None, :]
-    inside = (rows < r) & (cols < r)
-    out += member * r * r
-    root += member * r * r
-    half += member * r * r
-    here = rows * r + cols
-    three = tl.where(rows == cols, 3.0, 0.0)
-    tile = tl.load(
-        gram + member * stride + rows * row_stride + cols * col_stride, mask=inside, other=0.0
-    )
-    if not SCALED:
-        bound = tl.max(tl.sum(tl.abs(tile), 1))
-        scale = 2.0 / (1.0 + tl.where(bound < 1.0, 1.0, bound))
-    tile = (tile * scale).to(tl.float32)
-    tl.store(root + here, tile, mask=inside)
-    tl.store(half + here, (three - tile) * 0.5, mask=inside)
-    tile = (three - tile) * 0.5
-    # What one thread stores others load: hence a barrier after every step.
-    for _ in range(1, steps):
-        tl.debug_barrier()
-        rooted = _product(root, r, 1, half, r, 1, r, R)
-        tl.debug_barrier()
-        tl.store(root + here, rooted, mask=inside)
-        tl.store(out + here, tile, mask=inside)
-        tl.debug_barrier()
-        tile = (three - _product(out, r, 1, root, r, 1, r, R)) * 0.5
-        tl.store(half + here, tile, mask=inside)
-        tl.debug_barrier()
-        tile = _product(half, r, 1, out, r, 1, r, R)
-    tile = (tile * tl.sqrt(scale)).to(tl.float32)
-    tl.debug_barrier()
-    tl.store(out + here, tile, mask=inside)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(members, r, r): a view, unless the leading dimensions cannot be one."""
-    return x.reshape(-1, *x.shape[-2:])
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _flags(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[:-2], dtype=torch.bool, device=x.device)
-
-
-def _padded(r: int) -> int:
-    if not 1 <= r <= 128:
-        raise ValueError(f"r must be from 1 to 128, got {r}")
-    return padded(r, least=32)
-
-
 # Measured on an H200, at r = 64 and 128.
 _CHOLESKY_WARPS = {32: 2, 64: 2, 128: 4}
 _INVERSE_WARPS = {32: 2, 64: 4, 128: 8}
-_PRODUCT_WARPS = {32: 4, 64: 8, 128: 8}
-
-
-class Found(NamedTuple):
-    """Results (..., r, r) good for members whose ``error`` (..., r, r) has squares below ``limit``.
-
-    The others are still to be made.
-    """
-
-    results: tuple[Tensor, ...]
-    error: Tensor
-    limit: float
 
 
 def cholesky_inverse(gram: Tensor, found: Found | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,15 +245,18 @@ def cholesky_inverse(gram: Tensor, found: Found | None = None) -> tuple[Tensor, 
     factored even so comes out NaN. Roots and inverses that are ``found`` stay, and what is said
     of their lift means nothing.
     """
-    made = (_like(gram), _like(gram)) if found is None else found.results
+    made = (room_for(gram), room_for(gram)) if found is None else found.results
     lower, inverse_lower = (x.contiguous() for x in made)
-    flat, lifted = _flat(gram), _flags(gram)
-    size = _padded(gram.shape[-1])
+    flat, lifted = (
+        flattened(gram),
+        torch.empty(gram.shape[:-2], dtype=torch.bool, device=gram.device),
+    )
+    size = padded_rank(gram.shape[-1])
     if len(flat):
         # A panel is then what one of R / 16 warps would hold of a product's result.
         low = min(16, 512 // size)
         _cholesky_kernel[(len(flat),)](
-            flat, lower, inverse_lower, lifted, *_known(found, flat), *flat.stride(),
+            flat, lower, inverse_lower, lifted, *known(found, flat), *flat.stride(),
             gram.shape[-1], R=size, LOW=low, FOUND=found is not None,
             num_warps=_CHOLESKY_WARPS[size],
         )  # fmt: skip
@@ -370,35 +271,11 @@ def inverse(x: Tensor, found: Found | None = None) -> Tensor:
     if found is None and x.stride(-1) != 1 and x.stride(-2) == 1:
         # Reading along the rows is faster, and the transpose of the inverse as good.
         return inverse(x.mT).mT
-    flat, out = _flat(x), _like(x) if found is None else found.results[0].contiguous()
-    size = _padded(x.shape[-1])
+    flat, out = flattened(x), room_for(x) if found is None else found.results[0].contiguous()
+    size = padded_rank(x.shape[-1])
     if len(flat):
         _inverse_kernel[(len(flat),)](
-            flat, out, *_known(found, flat), *flat.stride(), x.shape[-1],
+            flat, out, *known(found, flat), *flat.stride(), x.shape[-1],
             R=size, FOUND=found is not None, num_warps=_INVERSE_WARPS[size],
-        )  # fmt: skip
-    return out
-
-
-def _known(found: Found | None, flat: Tensor) -> tuple[Tensor, float]:
-    return (flat, 0.0) if found is None else (found.error.contiguous(), found.limit)
-
-
-def inverse_sqrt(
-    gram: Tensor, steps: int, scale: float | None = None, found: Found | None = None
-) -> Tensor:
-    """``gram^(-1/2)`` of symmetric (..., r, r) by coupled Newton–Schulz, ``steps`` at least one.
-
-    For eigenvalues that are in (0, 3) when multiplied by ``scale``. Without one, for any positive
-    ones, as `polar.scaled_inverse_sqrt`. Inverse roots that are ``found`` stay.
-    """
-    flat, out = _flat(gram), _like(gram) if found is None else found.results[0].contiguous()
-    size = _padded(gram.shape[-1])
-    if len(flat):
-        _inverse_sqrt_kernel[(len(flat),)](
-            flat, out, _like(gram), _like(gram), *_known(found, flat),
-            1.0 if scale is None else scale, *flat.stride(), gram.shape[-1], steps,
-            SCALED=scale is not None, R=size, FOUND=found is not None,
-            num_warps=_PRODUCT_WARPS[size],
         )  # fmt: skip
     return out
