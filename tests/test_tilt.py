@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankfold import Grid, RiemannianSGD
+from rankfold import Grid, RiemannianSGD, recommended
 from rankfold.geometries import Pair
 from rankfold.whitening import TILTS, Manner, whiten
 
@@ -83,6 +83,43 @@ def test_in_float32(tilt: float, balance: float) -> None:
     worst = (made[0] - made[1]).flatten(2).norm(dim=-1) / made[1].flatten(2).norm(dim=-1)
     assert worst.max() < 2e-3
     torch.testing.assert_close(squares[0], squares[1], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("tilt", TILTS)
+@pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("rows", "rank", "columns"), [(64, 3, 8), (64, 1, 4), (300, 10, 64)])
+def test_gradients_of_lower_rank(
+    rows: int, rank: int, columns: int, tilt: float, balance: float
+) -> None:
+    """As of few samples: all that a Gram matrix in float32 has of the rest is rounding."""
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(20, 1, rows, rank, generator=generator)
+    x = left @ torch.randn(20, 1, rank, columns, generator=generator)
+    made = []
+    # What of a product is rounding is raised 2¹²-fold, and by a tilt up to 2⁸ times more.
+    rounding = 2.0**-22 * 2 ** (12 + 8 * tilt)
+    for each in (x, x.double()):
+        found = whiten(each, None, 2, Manner(2.0**-23, tilt, balance))
+        made.append((found.rows @ found.turn).double())
+        length = made[-1].square().sum((-2, -1))
+        torch.testing.assert_close(length, found.squares.double(), rtol=rounding, atol=0)
+    off = (made[0] - made[1]).flatten(1).norm(dim=1) / made[1].flatten(1).norm(dim=1)
+    assert off.max() < 2 * rounding
+
+
+@pytest.mark.parametrize("geometry", ["fixed-quotient", "fixed-embedded"])
+def test_steps_of_few_samples(geometry: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (nn.Parameter(torch.randn(64, 8, generator=generator)) for _ in range(2))
+    optimizer = recommended([Grid(left, right)], geometry=geometry)
+    for _ in range(10):
+        x = torch.randn(3, 64, generator=generator)
+        optimizer.zero_grad()
+        torch.autograd.backward((x @ right @ left.mT).square().sum())
+        before = left.detach().clone()
+        optimizer.step()
+        assert not torch.equal(left, before)
+    assert optimizer.counts() == {}
 
 
 @pytest.mark.parametrize("tilt", TILTS)

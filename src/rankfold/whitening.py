@@ -22,6 +22,7 @@ from .schatten import SMALLEST, SMALLEST_PART, inverse_root, least_square
 _SMALLEST_RAISED = 2.0**-4
 # Of roots of a matrix with eigenvalues from `SMALLEST` to 1: beside these its ridge is nothing.
 _SMALLEST_OF_ROOTS = 2.0**-12
+_LARGEST_RAISED = 1 + 2.0**-4
 # Rows below this share of the largest are raised by as much as one that has it.
 _SMALLEST_ROW = 2.0**-8
 
@@ -67,23 +68,26 @@ def whiten(
     that of the whole side, the direction is shorter by as much, so that zero stays zero. ``share``
     (batch,) is what is made of each.
     """
-    if not manner.balance:
-        made, squares = _even(x, turn, partners, manner, share)
-        return Direction(x, made if turn is None else turn @ made, squares)
-    x = x if turn is None else tall.turn(x, turn)
-    weights = manner.chosen(_row_weights(x, manner.balance), 1.0)
-    x = x * weights
-    made, squares = _even(x, None, partners, manner, share)
-    x = x * weights
-    longer = squared_norm_weighted(made, tall.gram(x))
-    ratio = manner.chosen(squares / longer.clamp_min(least_square(longer)), 1.0)
-    return Direction(x, ratio.sqrt()[..., None, None] * made, squares)
+    if manner.balance:
+        x, turn = x if turn is None else tall.turn(x, turn), None
+        weights = manner.chosen(_row_weights(x, manner.balance), 1.0)
+        x = x * weights
+    made, squares = _even(x, turn, partners, manner, share)
+    if manner.balance:
+        x = x * weights
+    made = made if turn is None else turn @ made
+    if manner.tilt or manner.balance:
+        # Of the rows: by a Gram matrix, what is raised most would be its rounding.
+        longer = tall.turned_square(x, made, manner.members)
+        ratio = manner.chosen(squares / longer.clamp_min(least_square(longer)), 1.0)
+        made = ratio.sqrt()[..., None, None] * made
+    return Direction(x, made, squares)
 
 
 def _even(
     x: Tensor, turn: Tensor | None, partners: int, manner: Manner, share: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """C_i, tilted, and ‖X_i C_i‖², for rows as they are.
+    """C_i, tilted, for rows as they are, and what ‖X_i C_i‖² is without a tilt.
 
     Gradients of attention have singular values of 2⁻¹⁰ of their norm by the dozen, whose squares a
     Gram matrix in float32 has lost. Hence two passes: the second Gram matrix is of what the first
@@ -99,19 +103,19 @@ def _even(
     square = partners * (own / least).clamp_max(1)
     if share is not None:
         square = square * share[:, None].square()
-    length = squared_norm_weighted(second, raised)
+    squares = square * squared_norm_weighted(second, raised)
     if manner.tilt:
         power = _power(first * (SMALLEST * scale.sqrt())[..., None, None], manner.tilt)
         second = manner.chosen(second @ power, second)
-        tilted = squared_norm_weighted(second, raised)
-        square = square * length / tilted.clamp_min(least_square(tilted))
-        length = tilted
-    return square.sqrt()[..., None, None] * (first @ second), square * length
+    return square.sqrt()[..., None, None] * (first @ second), squares
 
 
 def _power(x: Tensor, power: float) -> Tensor:
-    """Symmetric ``x`` (..., r, r), eigenvalues about `SMALLEST` to 1, to one of `TILTS`."""
-    scale = torch.full_like(x[..., 0, 0], 1 + 2 * SMALLEST**2)
+    """Symmetric ``x`` (..., r, r), eigenvalues about `SMALLEST` to 1, to one of `TILTS`.
+
+    Rounding takes some past 1, where a gradient has a lower rank than its factor.
+    """
+    scale = torch.full_like(x[..., 0, 0], _LARGEST_RAISED)
     while power < 1:
         x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS))
         power *= 2
