@@ -109,6 +109,22 @@ def test_polar_when_nothing_is_known(dtype: torch.dtype, size: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_polished_is_orthonormal_to_rounding_or_refused(dtype: torch.dtype) -> None:
+    """Also next to where the steps end, and a root is nearly there."""
+    least = torch.logspace(0, -2, 400, dtype=torch.float64)
+    values = torch.stack([torch.ones_like(least), least], -1)
+    x = torch.stack([with_singular_values(v, 20, seed) for seed, v in enumerate(values)]).to(dtype)
+    scaling = polar.polish_scaling(x.mT @ x)
+    made = scaling.isfinite().flatten(1).all(1)
+    result = x.double() @ scaling.double()
+    defect = (result.mT @ result - torch.eye(2)).abs().amax((1, 2))
+    # The Gram matrix is itself known to rounding, of which its smallest value takes a larger share.
+    assert (defect < 8 * torch.finfo(dtype).eps / least**2)[made].all()
+    assert made[least > 0.25].all()
+    assert not made[least < 0.1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_cholesky_gives_the_qr_with_the_canonical_sign(dtype: torch.dtype) -> None:
     u = torch.linalg.qr(randn(3, 20, 4, seed=5)).Q
     x = (u + 0.02 * randn(3, 20, 4, seed=6)).to(dtype)

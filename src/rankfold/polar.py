@@ -124,6 +124,8 @@ def polish_scaling(gram: Tensor) -> Tensor:
     scaling = scaled_inverse_sqrt(gram, _POLISH_STEPS)
     defect = scaling.mT @ gram @ scaling - identity_like(gram)
     done = defect.abs().amax((-2, -1), keepdim=True) < torch.finfo(gram.dtype).eps ** 0.5
+    # What is below the root of rounding is rounding after one more step, and not before it.
+    scaling = tall.add_product(scaling, scaling, defect, alpha=-0.5)
     return torch.where(done, scaling, torch.nan)
 
 

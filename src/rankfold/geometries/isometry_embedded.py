@@ -93,15 +93,24 @@ class IsometryEmbedded(EmbeddedGeometry):
         p, f, _, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy, eye)
         # The rank-r approximation is (U P + γX) N⁻¹ (V + γY F)ᵀ. Multiplying by orthonormal V'ᵀ
         # on the right does not change a polar factor, so two polar factors of tall matrices do.
+        # In short steps these matrices are near I, and are multiplied by what they have beside it:
+        # in sums all that is added after the 1 of a diagonal would be rounded to it, which is most
+        # of a step's error. In long ones a scaling is near 0, and is what would be rounded away.
+        short = polar.is_small(spread)
+        one = float(short)
         gram = _moved_gram(coords.right, g, yy, None, f)
         v_scale, v_norm = orthonormal_scaling(gram, "polar", spread)
-        gram = v_scale.mT @ _moved_gram(coords.left, g, xx, p, None) @ v_scale
+        p, v = p - one * eye, v_scale - one * eye
+        gram = _turned(_moved_gram(coords.left, g, xx, p, None, one), v, one)
         u_scale, u_norm = orthonormal_scaling(gram, "polar", spread)
-        total = v_scale @ u_scale
-        new = NewCoefficients(u=p @ total, v=v_scale, x=g * total, y=g * (f @ v_scale))
+        total = _product(v, u_scale - one * eye, one)
+        u = _product(p, total, one)
+        y = tall.add_product(f, f, v, beta=one)
+        new = NewCoefficients(one * eye + u, v_scale, g * (one * eye + total), g * y)
         alive = u_norm + v_norm <= options.largest
-        point = coords.move((new.u - eye, new.v - eye), (new.x, new.y), alive)
-        if not polar.is_small(spread):
+        changes = (u, v) if short else (new.u - eye, new.v - eye)
+        point = coords.move(changes, (new.x, new.y), alive)
+        if not short:
             point, alive = finish(point, frame, alive, "polar")
         return Landing(Pair(*(x[:, None] for x in point)), new, alive, unconverged)
 
@@ -126,19 +135,34 @@ class IsometryEmbedded(EmbeddedGeometry):
         return Pair(kept.left[:, None], kept.right[:, None])
 
 
+# Where ``one`` is 1, an r×r matrix is given and returned as what it has beside I, and as itself
+# where it is 0.
+
+
+def _product(a: Tensor, b: Tensor, one: float) -> Tensor:
+    """The product of two matrices (..., r, r)."""
+    return tall.add_product(a + b, a, b, beta=one)
+
+
+def _turned(gram: Tensor, turn: Tensor, one: float) -> Tensor:
+    """The Gram matrix (..., r, r), as itself, of columns times ``turn``."""
+    half = gram @ turn
+    return tall.add_product(gram + half + half.mT, turn.mT, half, beta=one)
+
+
 def _moved_gram(
-    side: Side, g: Tensor, square: Tensor, u: Tensor | None, x: Tensor | None
+    side: Side, g: Tensor, square: Tensor, u: Tensor | None, x: Tensor | None, one: float = 0.0
 ) -> Tensor:
     """Gram matrix of U u + γX x, with ``square`` that of γX before U ``inner`` is taken from it.
 
-    None stands for the identity. Exact whatever UᵀU is: factors reloaded from a lower precision
-    are orthonormal to that alone.
+    None stands for the identity, and ``x`` is given as itself. Exact whatever UᵀU is: factors
+    reloaded from a lower precision are orthonormal to that alone.
     """
     inner = g * side.inner
     missing = inner - side.own @ inner  # what is left of Uᵀ(X − U inner)
     own, square = side.own, tall.add_product(square, inner.mT, inner + missing, alpha=-1.0)
     if u is not None:
-        own, missing = u.mT @ own @ u, u.mT @ missing
+        own, missing = _turned(own, u, one), tall.add_product(missing, u.mT, missing, beta=one)
     if x is not None:
         square, missing = x.mT @ square @ x, missing @ x
     return own + missing + missing.mT + square
