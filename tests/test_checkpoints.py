@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as distributed
 
 from rankfold import Factor, Grid, RiemannianSGD
 
@@ -202,13 +203,28 @@ def test_state_dict_holds_tensors_and_plain_values_only() -> None:
     found = {type(leaf) for leaf in leaves(saved)}
     assert found <= {Tensor, str, int, float, bool, type(None)}
     assert Tensor in found
-    assert all(GRID_KEYS.isdisjoint(group) for group in saved["param_groups"])
-    assert all(group.keys() >= GRID_KEYS for group in optimizer.param_groups)
+    assert all(group[key] is None for group in saved["param_groups"] for key in GRID_KEYS)
+    assert all(group[key] for group in optimizer.param_groups for key in GRID_KEYS)
     assert all(set(s) == {"master", "momentum"} for s in saved["state"].values())
     back = through_a_file(saved)
     assert back["param_groups"] == saved["param_groups"]
     for key, state in saved["state"].items():
         assert same_bits(back["state"][key].values(), state.values())
+
+
+def test_flattened_checkpoints_come_back() -> None:
+    """As torch.distributed makes them on request: a key for every option of every parameter."""
+    flat = distributed.StateDictOptions(flatten_optimizer_state_dict=True)
+    models = Toy(), Toy()
+    optimizers = [build(model, momentum=0.5) for model in models]
+    train(models[0], optimizers[0], range(2))
+    models[1].load_state_dict(models[0].state_dict())
+    saved = distributed.get_optimizer_state_dict(models[0], optimizers[0], options=flat)
+    saved = through_a_file(saved)
+    distributed.set_optimizer_state_dict(models[1], optimizers[1], saved, options=flat)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(2, 4))
+    assert same_bits(models[0].parameters(), models[1].parameters())
 
 
 def test_state_has_the_shape_of_its_parameter() -> None:
@@ -247,12 +263,12 @@ def test_hooks_see_a_dict_without_grids() -> None:
 
     def saved(_: Any, state: dict[str, Any]) -> None:
         calls.append("saved")
-        assert all(GRID_KEYS.isdisjoint(group) for group in state["param_groups"])
+        assert all(group[key] is None for group in state["param_groups"] for key in GRID_KEYS)
         state["note"] = "mine"
 
     def loading(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         calls.append("loading")
-        assert all(GRID_KEYS.isdisjoint(group) for group in state["param_groups"])
+        assert all(group[key] is None for group in state["param_groups"] for key in GRID_KEYS)
         assert state.pop("note") == "mine"
         groups = [{**group, "lr": 0.5} for group in state["param_groups"]]
         return {**state, "param_groups": groups}

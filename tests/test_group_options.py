@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankfold import Grid, RiemannianSGD
+from rankfold import Grid, RiemannianSGD, orthonormalize_
 
 from .heads import Heads
 
@@ -52,24 +52,45 @@ def test_a_geometry_set_later_looks_at_the_factors() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [("fixed-quotient", "fixed-embedded"), ("isometry-embedded", "isometry-quotient")],
+    ("option", "first", "then"),
+    [
+        ("geometry", "fixed-quotient", "fixed-embedded"),
+        ("geometry", "isometry-embedded", "isometry-quotient"),
+        ("momentum_form", "smoothing", "heavy-ball"),
+        ("momentum_form", "heavy-ball", "unit-smoothing"),
+    ],
 )
-def test_a_geometry_set_later_begins_without_momentum(first: str, then: str) -> None:
-    """That of another geometry is in other coordinates."""
-    model = Heads(torch.float64)
-    common: dict[str, Any] = {"momentum": 0.5, "bias_correction": True}
-    optimizer = RiemannianSGD([model.grid()], 0.01, geometry=first, **common)
+def test_momentum_that_lost_its_meaning_is_forgotten(
+    option: str, first: str, then: str, loaded: bool
+) -> None:
+    """Of other coordinates, or of steps where it is of gradients; after loading too."""
+    model, other = Heads(torch.float64), Heads(torch.float64)
+    common: dict[str, Any] = {"geometry": "fixed-quotient", "momentum": 0.5}
+    common["bias_correction"] = option == "geometry"
+    optimizer = RiemannianSGD([model.grid()], 0.01, **{**common, option: first})
     model.run(optimizer, 3)
-    other = Heads(torch.float64)
     other.load_state_dict(model.state_dict())
-    for group in optimizer.param_groups:
-        group["geometry"] = then
+    if loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0][option] = then
     model.run(optimizer, 2)
-    other.run(RiemannianSGD([other.grid()], 0.01, geometry=then, **common), 2)
+    other.run(RiemannianSGD([other.grid()], 0.01, **{**common, option: then}), 2)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_a_learned_scale_is_not_thrown_away() -> None:
+    model = Heads(torch.float64)
+    orthonormalize_([model.grid()])
+    with torch.no_grad():
+        model.a.mul_(4)
+    optimizer = RiemannianSGD([model.grid()], 0.01, geometry="isometry-quotient", scale_lr=0.1)
+    model.run(optimizer, 2)
+    optimizer.param_groups[0]["scale_lr"] = None
+    with pytest.raises(ValueError, match="orthonormal"):
+        model.run(optimizer, 1)
 
 
 def test_what_one_group_is_refused_does_not_pass_for_another() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from . import checks, option_checks
 from .eager import uncompiled
@@ -10,6 +11,23 @@ from .geometries import is_isometry
 from .groups import Group, JointPlan
 from .movers import chunks, movers
 from .stacks import grad_of, itself
+
+
+class _Kind(NamedTuple):
+    """What of a group's options says what its state means.
+
+    ``momentum`` is its geometry, and whether it is of steps rather than of gradients; ``scaled``
+    whether factors have a scale of their own.
+    """
+
+    momentum: tuple[str, bool]
+    scaled: bool
+
+    @classmethod
+    def of(cls, group: Group) -> _Kind:
+        """Groups that were saved by an earlier version may lack options."""
+        of_steps = group.get("momentum_form") == "heavy-ball"
+        return cls((group["geometry"], of_steps), group.get("scale_lr") is not None)
 
 
 class Checking:
@@ -22,11 +40,17 @@ class Checking:
     def __init__(self, options: Sequence[str]) -> None:
         self._options = options
         self._seen: dict[int, Group] = {}
+        self._kinds: dict[int, _Kind] = {}
         self._looked_at: set[str] = set()
 
+    def loaded(self, groups: Sequence[Group]) -> None:
+        """Momenta of these groups are of the options that they have now."""
+        known = (k for k, group in enumerate(groups) if "geometry" in group)
+        self._kinds = {k: _Kind.of(groups[k]) for k in known}
+
     @uncompiled
-    def changed_geometries(self, groups: Sequence[Group]) -> list[Group]:
-        """Groups of another geometry than at the last step; raises for options that cannot be.
+    def changed_momenta(self, groups: Sequence[Group]) -> list[Group]:
+        """Groups whose momenta have lost their meaning; raises for options that cannot be.
 
         Anything may be written into a group between steps, by schedules for one.
         """
@@ -36,11 +60,13 @@ class Checking:
             option_checks.check_choices(group)
             for name, grid in zip(group["grid_names"], group["grids"], strict=True):
                 option_checks.check_retraction(name, grid, group)
-        seen, self._seen = self._seen, now
-        moved = [k for k in changed if k in seen and seen[k]["geometry"] != now[k]["geometry"]]
-        if moved:
+        kinds = {k: _Kind.of(groups[k]) for k in changed}
+        before = {k: self._kinds.get(k, kind) for k, kind in kinds.items()}
+        self._seen = now
+        self._kinds.update(kinds)
+        if before != kinds:
             self._looked_at.clear()
-        return [groups[k] for k in moved]
+        return [groups[k] for k in changed if before[k].momentum != kinds[k].momentum]
 
     @uncompiled
     def look(self, groups: Sequence[Group], group: Group, joint: JointPlan) -> None:

@@ -180,6 +180,7 @@ class RiemannianSGD(StatefulOptimizer):
         super().__setstate__(state)
         self._recording = vars(self).get("_recording", False)  # not there yet in an unpickled one
         self._reset_caches()
+        self._checking.loaded(self.param_groups)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group ``{"grids": [...], **options}``; options left out take the defaults."""
@@ -224,8 +225,8 @@ class RiemannianSGD(StatefulOptimizer):
     # Kept out of compiled code, which cannot follow global settings, and must run within them.
     @uncompiled_itself
     def _step_all(self) -> None:
-        for group in self._checking.changed_geometries(self.param_groups):
-            self._forget(group)  # momenta are in the coordinates of a geometry
+        for group in self._checking.changed_momenta(self.param_groups):
+            self._forget(group)
         ready = [
             (self.param_groups[together[0]], joint)
             for together in alike(self.param_groups, _SHARED)

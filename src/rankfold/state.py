@@ -126,12 +126,12 @@ class StatefulOptimizer(Optimizer):
         return momentum
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only; grids are left out, since they are code, not state."""
+        """Tensors and plain values only; grids are None, since they are code, not state."""
 
         def without_grids(_: Optimizer, saved: dict[str, Any]) -> None:
             for group in saved["param_groups"]:
-                for key in _GRID_KEYS:
-                    del group[key]
+                # Not deleted: flattened checkpoints are asked for every key of a group.
+                group.update(dict.fromkeys(_GRID_KEYS))
 
         hook = self.register_state_dict_post_hook(without_grids, prepend=True)
         try:
