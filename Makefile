@@ -19,7 +19,7 @@ demo: $(VENV)/.demo
 	$(BIN)/rankfold compare --preset tiny
 
 docs: $(VENV)/.dev  # the documentation site, in site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.base: constraints.txt
 	$(PYTHON) -m venv $(VENV)

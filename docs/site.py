@@ -7,7 +7,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-_KEPT = ("benchmarks/results", "benchmarks/reproduction", "examples")
+_KEPT = ("benchmarks/contest", "benchmarks/results", "benchmarks/reproduction", "examples")
 _SHOWN = (".csv", ".ipynb", ".json", ".png", ".py", ".svg", ".toml")
 
 

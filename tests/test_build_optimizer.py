@@ -332,9 +332,9 @@ def test_shown_as_which_parameter_goes_where() -> None:
     assert lines[1].startswith(
         "  [0] RiemannianSGD(geometry=fixed-quotient, lr=0.5, momentum=0.8, "
     )
-    assert lines[1].endswith(": 12 products (6 at 8·lr and 4·lr), 1,224 elements")
+    assert lines[1].endswith(": 4 grids of 12 members (6 at 8·lr and 4·lr), 1,224 elements")
     plain = repr(rankfold.build_optimizer(model, vo_rate=1.0, output_rate=1.0)).splitlines()
-    assert plain[1].endswith(": 12 products, 1,224 elements")
+    assert plain[1].endswith(": 4 grids of 12 members, 1,224 elements")
     assert lines[2:5] == [
         "        layers.*.self_attn.in_proj_weight  ×2",
         "        layers.*.self_attn.in_proj_bias  ×2",

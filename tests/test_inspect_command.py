@@ -30,9 +30,17 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command_reads_a_configuration(folder: Path) -> None:
     shown = command(folder)
     assert shown.exit_code == 0, shown.output
-    assert "LlamaForCausalLM: 2 products found, 2 left out" in shown.stdout
+    assert "LlamaForCausalLM: 2 grids found, 2 left out" in shown.stdout
     assert command(folder / "config.json").stdout == shown.stdout
     assert "inconsistency" not in shown.stdout
+
+
+def test_a_configuration_of_something_else_is_said_to_be_one(tmp_path: Path) -> None:
+    assert "no run in" in command(tmp_path).stderr
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    refused = command(tmp_path)
+    assert refused.exit_code == 2
+    assert "config.json' has no model_type" in refused.stderr
 
 
 def test_the_command_measures_on_random_tokens(folder: Path) -> None:
@@ -85,7 +93,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "own_models.py").write_text("\n".join([*lines, "def none():", "    pass"]))
     shown = command("own_models:build")
     assert shown.exit_code == 0, shown.output
-    assert "MultiheadAttention: 2 products found" in shown.stdout
+    assert "MultiheadAttention: 2 grids found" in shown.stdout
     for words, message in (
         (["own_models:n"], "own_models has no function 'n'"),
         (["own_models:none"], "returned a NoneType, not a module"),

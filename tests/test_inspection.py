@@ -98,7 +98,7 @@ def test_layers_alike_are_one_line() -> None:
     ]
     # 392 of each layer's 1,424; 336 more are outside of layers.
     share = "784 of 3,184 trainable parameters covered (24.6%)"
-    assert total == f"LlamaForCausalLM: 2 products found, 2 left out; {share}"
+    assert total == f"LlamaForCausalLM: 2 grids found, 2 left out; {share}"
 
 
 def test_layers_that_differ_are_lines_apart_and_parts_are_told() -> None:
@@ -116,4 +116,4 @@ def test_layers_that_differ_are_lines_apart_and_parts_are_told() -> None:
 
 def test_nothing_at_all() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
-    assert str(inspect(model)) == "Linear: 0 products found, 0 left out; no trainable parameters"
+    assert str(inspect(model)) == "Linear: 0 grids found, 0 left out; no trainable parameters"

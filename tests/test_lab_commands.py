@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rankfold
-from rankfold.cli import app
+from rankfold.cli import app, main
 from rankfold.lab import records
 from rankfold.lab.commands import COMMANDS, _sweep_file
 from rankfold.lab.sweep import Outcome, read_sweep, run_sweep, statuses
@@ -241,7 +242,7 @@ def test_a_diverged_run_has_an_exit_code_of_its_own(command: Command, corpus: Pa
         (["sweep", "."], "no file '.'"),
         (["report", "nowhere"], "no folder 'nowhere'"),
         (["report", "."], "there are no runs"),
-        (["inspect", "nowhere"], "no run in 'nowhere'"),
+        (["inspect", "nowhere"], "there is no 'nowhere'"),
         (["check", "flat"], "flat"),
         (["check", "--grid", "0", "1"], "at least one"),
     ],
@@ -287,3 +288,24 @@ def test_check_measures_a_geometry(command: Command) -> None:
     assert found.exit_code == 0, found.output
     assert json.loads(found.stdout)[0]["ok"]
     assert "retraction_slope" in command("check", "fixed-quotient").stdout
+
+
+def test_python_has_the_command_too() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "rankfold", "--version"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.startswith("rankfold ")
+
+
+def test_an_interruption_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankfold.bench.command.bench", interrupted)
+    monkeypatch.setattr(sys, "argv", ["rankfold", "bench", "--preset", "tiny"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_errors_of_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(
         sys.modules, "tiktoken", SimpleNamespace(get_encoding=get_encoding, Encoding=None)
     )
-    with pytest.raises(DataError, match=r"give the path of a gpt2.tiktoken file as ranks \(no net"):
+    with pytest.raises(DataError, match=r"path of a gpt2.tiktoken file as --ranks \(no net"):
         make_tokenizer("gpt2").encode(["a"])
     ranks = tmp_path / "ranks"
     for content, message in ((b"not ranks at all", "is not a ranks file"), (b"YQ== 0", "got 1")):
@@ -205,7 +205,7 @@ def test_errors_of_streams(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(DataError, match=message):
             read("hf:some/set", cache)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs datasets: pip install 'rankfold\[lab\]'"):
+    with pytest.raises(DataError, match=r"needs datasets: pip install 'rankfold\[hub\]'"):
         read("hf:some/set", cache)
     assert not list(cache.iterdir())
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankfold import RiemannianSGD
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import graphs, records
 from rankfold.lab.config import (
@@ -287,6 +288,17 @@ def test_divergence_ends_a_run_and_keeps_its_record(corpus: Path, tmp_path: Path
     assert found.training.steps
     assert not math.isfinite(found.training.values[-1])
     assert run(config, tmp_path / "run").status == "diverged"
+
+
+def test_steps_that_were_skipped_are_named(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(corpus, optimizer__name="fixed-quotient", training__steps=3)
+    assert run(config, tmp_path / "sound").message == ""
+    counts = {"layer.qk[0]": {"skipped": 2}, "layer.vo[0]": {"skipped": 1}}
+    monkeypatch.setattr(RiemannianSGD, "counts", lambda _: counts)
+    spoilt = run(config, tmp_path / "spoilt")
+    assert (spoilt.status, spoilt.message) == ("finished", "steps of members: 3 skipped")
 
 
 def test_a_failure_is_written_down(corpus: Path, tmp_path: Path) -> None:

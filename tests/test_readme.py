@@ -55,7 +55,7 @@ def test_the_examples_about_models_run(
     scope: dict[str, Any] = {"__name__": "docs"}
     for block in python_blocks("docs/models.md"):
         exec(compile(block, "docs/models.md", "exec"), scope)
-    assert "TransformerEncoder: 4 products found, 0 left out" in capsys.readouterr().out
+    assert "TransformerEncoder: 4 grids found, 0 left out" in capsys.readouterr().out
     assert [(grid.name, grid.groups, grid.lefts) for grid in scope["grids"]] == [
         ("qk", 2, 4),
         ("vo", 2, 4),

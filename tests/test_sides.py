@@ -188,4 +188,6 @@ def test_sides_are_shown() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(8, 2, bias=False)])
     grids = rankfold.attention_grids(model)
     grids[1].sides = (1.0, 0.5)
-    assert "4 products (2 at 8·lr and 2·lr)" in repr(rankfold.build_optimizer(model, grids=grids))
+    assert "2 grids of 4 members (2 at 8·lr and 2·lr)" in repr(
+        rankfold.build_optimizer(model, grids=grids)
+    )

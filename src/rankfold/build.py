@@ -243,7 +243,9 @@ def _ranges(indices: Sequence[int]) -> str:
 def _class(base: str | type[Optimizer]) -> type[Optimizer]:
     if isinstance(base, str):
         if base not in BASES:
-            raise ValueError(f"unknown base {base!r}; there are {', '.join(BASES)}, and any class")
+            raise ValueError(
+                f"unknown base {base!r}; there are {', '.join(BASES)}, or give a class"
+            )
         return BASES[base]
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
         raise TypeError(f"base must be a name or a class of torch optimizers, got {base!r}")

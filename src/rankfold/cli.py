@@ -21,6 +21,8 @@ from .devices import device_named
 from .geometries import GEOMETRIES
 from .lab.commands import COMMANDS
 
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 for _command, _examples in COMMANDS.items():
     # The backspace keeps click from filling the lines up.
@@ -161,4 +163,9 @@ def _cases(presets: list[str] | None, sizes: dict[str, int]) -> list[Case]:
 
 def main() -> None:
     """The entry point of the command."""
-    app()
+    try:
+        app(prog_name="rankfold")
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:
+            typer.echo("interrupted; the same command goes on with runs that were begun", err=True)
+        raise

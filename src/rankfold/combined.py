@@ -271,7 +271,7 @@ def _lines(index: int, group: Group) -> Iterator[str]:
 
 
 def _products(grids: Sequence[Grid]) -> str:
-    """How many, and how many of them by a rate of their own: ``8 products (4 at 8·lr)``."""
+    """How many members, and which rates of their own: ``2 grids of 8 members (4 at 8·lr)``."""
     members: Counter[tuple[float, float]] = Counter()
     for grid in grids:
         left, right = (grid.rate * side for side in grid.sides)
@@ -282,7 +282,8 @@ def _products(grids: Sequence[Grid]) -> str:
 
     own = sorted(rates for rates in members if rates != (1, 1))
     apart = ", ".join(f"{members[rates]} at {shown(*rates)}" for rates in own)
-    return _count(members.total(), "product") + (f" ({apart})" if apart else "")
+    every = f"{_count(len(grids), 'grid')} of {_count(members.total(), 'member')}"
+    return every + (f" ({apart})" if apart else "")
 
 
 def _count(number: int, what: str) -> str:

@@ -17,7 +17,7 @@ from .groups import as_grid_list, as_groups
 from .optimizer import RiemannianSGD
 from .schatten import WHITENED
 
-# What met the goal of the contest for both models (docs/lab.md); rates are for 10,000 steps. Of
+# What met the goal of the contest for both models (docs/contest.md); rates are for 10,000 steps. Of
 # fixed rank, since isometries would need factors that start orthonormal.
 RECOMMENDED: Mapping[str, Any] = MappingProxyType(
     {

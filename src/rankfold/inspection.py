@@ -116,7 +116,7 @@ class Inspection:
         return "\n\n".join([*parts, "\n".join([self._coverage(), *notes])])
 
     def _coverage(self) -> str:
-        of = f"{self.model}: {len(self.found)} products found, {len(self.skipped)} left out; "
+        of = f"{self.model}: {len(self.found)} grids found, {len(self.skipped)} left out; "
         if not self.trainable:
             return of + "no trainable parameters"
         share = self.covered / self.trainable

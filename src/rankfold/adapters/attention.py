@@ -49,7 +49,8 @@ def attention_grids(model: nn.Module, *, pairs: str | Iterable[str] | None = Non
         raise ValueError(
             f"no attention products found in {type(model).__name__}: expected attention that "
             "rankfold has a rule for, with trainable weights (describe other layouts with "
-            f"rankfold.register_attention, or rankfold.Factor and rankfold.Grid){reasons}"
+            "rankfold.register_attention, or rankfold.Factor and rankfold.Grid; adapters of PEFT "
+            f"are found by rankfold.lora_grids){reasons}"
         )
     return grids
 

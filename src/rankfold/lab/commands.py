@@ -100,7 +100,8 @@ def train(
     if as_json:
         say(_summary(run))
     else:
-        typer.echo(f"{run.status}: {_loss(run)}, record in {folder} {run.message}".rstrip())
+        advice = f"; {run.message}" if run.message else ""
+        typer.echo(f"{run.status}: {_loss(run)}, record in {folder}{advice}")
     if run.status == "diverged":
         raise typer.Exit(DIVERGED)
 

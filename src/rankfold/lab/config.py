@@ -278,7 +278,7 @@ def _tiny(model: str) -> RunConfig:
         MODEL_PRESETS[model],
         DataConfig(context=128, batch=16, validation_share=0.1),
         OptimizerConfig(lr=2.0**-8, other_lr=2.0**-8),
-        TrainingConfig(steps=400, validation_batches=4),
+        TrainingConfig(steps=400, validation_batches=4, checkpoint_every=100),
     )
 
 

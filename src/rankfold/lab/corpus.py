@@ -242,7 +242,7 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 
 def _streamed(name: str) -> Iterator[str]:
-    datasets = optional_module("datasets", f"streaming {name}")
+    datasets = optional_module("datasets", f"streaming {name}", extra="hub")
     _, dataset, *config = name.split(":", 2)
     try:
         rows = datasets.load_dataset(dataset, *(config or (None,)), split="train", streaming=True)

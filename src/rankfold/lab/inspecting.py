@@ -33,10 +33,14 @@ def model_named(text: str, *, real: bool) -> nn.Module:
     module, colon, factory = text.partition(":")
     if colon and module and factory and not path.exists():
         return _from_factory(module, factory)
+    if path.is_dir() and file.exists():
+        raise ValueError(f"{str(file)!r} has no model_type: it is no transformers configuration")
+    missing = f"there is no {text!r}"
+    if path.exists():
+        missing = f"there is no run in {text!r}, and no transformers config.json either"
     raise FileNotFoundError(
-        f"there is no run in {text!r}, and no transformers config.json either; a model is a local "
-        "folder (nothing is downloaded: save a configuration with config.save_pretrained), or a "
-        "function as module:factory"
+        f"{missing}; a model is a local folder (nothing is downloaded: save a configuration with "
+        "config.save_pretrained), or a function as module:factory"
     )
 
 

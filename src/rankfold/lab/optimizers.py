@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,14 @@ class Riemannian:
         _set_rate(self.inner, lr)
         if self.scale_share is not None:
             _set_rate(self.inner, self.scale_share * lr, "scale_lr")
+
+    def events(self) -> str:
+        """What became of steps since the optimizer was made or loaded, if something did."""
+        counted: Counter[str] = Counter()
+        for of_member in self.inner.counts().values():
+            counted.update(of_member)
+        told = ", ".join(f"{number:,} {event}" for event, number in counted.items())
+        return f"steps of members: {told}" if told else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta and masters."""

@@ -40,13 +40,13 @@ class DataError(ValueError):
     """What is wrong with the data or how it was asked for, in one sentence for the user."""
 
 
-def optional_module(name: str, purpose: str) -> Any:
-    """Import a module that only the ``lab`` extra installs, or say how to get it."""
+def optional_module(name: str, purpose: str, extra: str = "lab") -> Any:
+    """Import a module that only an ``extra`` installs, or say how to get it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise DataError(f"{purpose} needs {package}: pip install 'rankfold[lab]'") from error
+        raise DataError(f"{purpose} needs {package}: pip install 'rankfold[{extra}]'") from error
 
 
 class Tokenizer(Protocol):
@@ -118,7 +118,7 @@ class GPT2Tokenizer:
         except (OSError, ValueError) as error:
             raise DataError(
                 "tiktoken could not download the gpt2 tokenizer: "
-                f"give the path of a gpt2.tiktoken file as ranks ({error})"
+                f"give the path of a gpt2.tiktoken file as --ranks ({error})"
             ) from error
 
 

@@ -355,11 +355,16 @@ class _Loop:
                 save(self.folder / records.CHECKPOINT, trainer.state_dict())
         if training.keep_weights:
             save(self.folder / records.WEIGHTS, trainer.model.state_dict())
+        if isinstance(trainer.attention, optimizers.Riemannian):
+            return "finished", trainer.attention.events()
         return "finished", ""
 
     def _advice(self, step: int) -> str:
-        lr = self.trainer.config.optimizer.lr
-        return f"the loss was not finite by step {step}; try a smaller optimizer.lr than {lr:g}"
+        told = self.trainer.config.optimizer
+        return (
+            f"the loss was not finite by step {step}; try a smaller optimizer.lr than "
+            f"{told.lr:g}, or a smaller optimizer.other_lr than {told.other_lr:g}"
+        )
 
     def _read(self) -> None:
         """Write down the losses and times since the last reading."""

@@ -1,0 +1,5 @@
+"""``python -m rankfold``: the command ``rankfold``."""
+
+from .cli import main
+
+main()
