@@ -142,27 +142,38 @@ def _project(values: Tensor, p: float) -> Tensor:
 
 
 def _by_quasi_newton(core: Tensor, normal: Projection, p: float) -> tuple[float, float]:
-    """L-BFGS on the dual norm, which is smooth but where singular values vanish."""
+    """L-BFGS on the dual norm, which is smooth but where singular values vanish.
+
+    There a line search may find no way down, as rounding has it, and the search stops too early.
+    From there it is begun anew.
+    """
     q = dual(p)
     free = torch.zeros_like(core, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [free], max_iter=1000, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
-    )
 
     def value() -> Tensor:
         values = torch.linalg.svdvals(core + normal(free))
         return torch.linalg.vector_norm(values, q)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = value()
-        loss.backward()
-        return loss
+    lower, upper = 0.0, math.inf
+    for _ in range(20):
+        optimizer = torch.optim.LBFGS(
+            [free], max_iter=1000, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+        )
 
-    optimizer.step(closure)
-    u, s, vh = torch.linalg.svd((core + normal(free)).detach(), full_matrices=False)
-    direction = (u * (s / s.amax()) ** (q - 1)) @ vh
-    return _attained(core, normal, direction, p), value().item()
+        def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = value()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        u, s, vh = torch.linalg.svd((core + normal(free)).detach(), full_matrices=False)
+        direction = (u * (s / s.amax()) ** (q - 1)) @ vh
+        lower = max(lower, _attained(core, normal, direction, p))
+        upper = min(upper, value().item())
+        if upper - lower < 5e-4 * upper:
+            break
+    return lower, upper
 
 
 def orthonormal(x: Tensor) -> Tensor:
