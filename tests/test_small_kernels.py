@@ -251,7 +251,7 @@ def test_inverse_root_of_any_rank(kernels: ModuleType, r: int) -> None:
     lifted = scale[0, :, None] * (values.clamp_min(0) + 2.0**-16) / (1 + 2.0**-16)
     reference = (vectors / lifted.sqrt()[:, None]) @ vectors.mT
     steps = len(schatten._stretches(2.0**-8, torch.float32))
-    found = whiten.inverse_root(on_device(gram).mT, on_device(scale), 2.0**-8, steps)
+    found = whiten.inverse_root(on_device(gram).mT, on_device(scale), 2.0**-8, 2.0**-8, steps)
     library = schatten.inverse_root(gram[0].float(), scale[0].float())
     error, library_error = (relative_error(y, reference).max() for y in (found[0], library))
     assert error < 2 * library_error + 2 * EPS

@@ -55,15 +55,19 @@ def by_products(p: float) -> bool:
     return p in (1, 2, math.inf)
 
 
-def inverse_root(gram: Tensor, scale: Tensor, smallest: float = SMALLEST) -> Tensor:
+def inverse_root(
+    gram: Tensor, scale: Tensor, smallest: float = SMALLEST, low: float | None = None
+) -> Tensor:
     """``(gram + ridge)^(-1/2)`` of symmetric (..., r, r), eigenvalues in [0, scale], by products.
 
     The ridge is the square of ``smallest`` times ``scale`` (...). Newton–Schulz steps, each scaled
-    to what the one before it has left of the spectrum.
+    to what the one before it has left of the spectrum. They are fewer, and lose less to rounding,
+    where all eigenvalues are known to be above the square of some larger ``low`` times ``scale``.
     """
-    stretches = _stretches(smallest, gram.dtype)
+    low = low or smallest
+    stretches = _stretches(low, gram.dtype)
     if kernels.serve_small(gram):
-        return kernels.whiten.inverse_root(gram, scale, smallest, len(stretches))
+        return kernels.whiten.inverse_root(gram, scale, smallest, low, len(stretches))
     eye, scale = identity_like(gram), scale[..., None, None]
     root = (gram / scale + smallest**2 * eye) / (1 + smallest**2)
     inverse = half_step = 1.5 * stretches[0] * eye - 0.5 * stretches[0] ** 3 * root
@@ -84,7 +88,7 @@ def _stretches(low: float, dtype: torch.dtype) -> list[float]:
         stretch = math.sqrt(3 / (1 + low + low**2))
         found.append(stretch)
         low = stretch * low * (3 - (stretch * low) ** 2) / 2
-    return [*found, 1.0]
+    return found
 
 
 def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:

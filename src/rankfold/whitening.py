@@ -20,7 +20,7 @@ from .schatten import SMALLEST, SMALLEST_PART, inverse_root, least_square
 
 # `SMALLEST` in a second pass over what a first one has raised, where all are at most 1.
 _SMALLEST_RAISED = 2.0**-4
-# Of roots of a matrix with eigenvalues from `SMALLEST` to 1: beside these its ridge is nothing.
+# Of roots of a matrix with eigenvalues from `SMALLEST` on: beside these its ridge is nothing.
 _SMALLEST_OF_ROOTS = 2.0**-12
 _LARGEST_RAISED = 1 + 2.0**-4
 # Rows below this share of the largest are raised by as much as one that has it.
@@ -111,13 +111,15 @@ def _even(
 
 
 def _power(x: Tensor, power: float) -> Tensor:
-    """Symmetric ``x`` (..., r, r), eigenvalues about `SMALLEST` to 1, to one of `TILTS`.
+    """Symmetric ``x`` (..., r, r), eigenvalues from about `SMALLEST` to 1, to one of `TILTS`.
 
     Rounding takes some past 1, where a gradient has a lower rank than its factor.
     """
     scale = torch.full_like(x[..., 0, 0], _LARGEST_RAISED)
+    low = SMALLEST
     while power < 1:
-        x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS))
+        low = low**0.5  # of the next x, and what its inverse root begins at
+        x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS, low / _LARGEST_RAISED**0.5))
         power *= 2
     return x
 

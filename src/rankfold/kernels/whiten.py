@@ -19,7 +19,7 @@ def _stretch(low):
 
 @triton.jit
 def _inverse_root_kernel(
-    gram_ptr, scale_ptr, out_ptr, r, smallest, steps, R: tl.constexpr, PRECISION: tl.constexpr
+    gram_ptr, scale_ptr, out_ptr, r, smallest, low, steps, R: tl.constexpr, PRECISION: tl.constexpr
 ):
     place, inside, eye = tile(r, R)
     scale = tl.load(scale_ptr + tl.program_id(0))
@@ -27,7 +27,6 @@ def _inverse_root_kernel(
     # What pads a matrix is 1 after this, and stays.
     gram = tl.load(gram_ptr + place, mask=inside, other=eye * scale) / scale
     root = (gram + ridge * eye) / (1.0 + ridge)
-    low = smallest
     stretch = _stretch(low)
     half = 1.5 * stretch * eye - 0.5 * stretch * stretch * stretch * root
     inverse = half
@@ -42,14 +41,15 @@ def _inverse_root_kernel(
     tl.store(out_ptr + place, inverse, mask=inside)
 
 
-def inverse_root(gram: Tensor, scale: Tensor, smallest: float, steps: int) -> Tensor:
+def inverse_root(gram: Tensor, scale: Tensor, smallest: float, low: float, steps: int) -> Tensor:
     """``(gram + smallest² scale)^(-1/2)`` of symmetric (..., r, r) with eigenvalues in [0, scale].
 
-    As `schatten.inverse_root`; ``scale`` is (...), ``steps`` how many its stretches are.
+    As `schatten.inverse_root`; ``scale`` is (...), ``steps`` how many its stretches from ``low`` on
+    are.
     """
     gram, scale = gram.contiguous(), scale.contiguous()
     out = torch.empty_like(gram)
     members, r = gram.shape[:-2].numel(), gram.shape[-1]
     if members:
-        _inverse_root_kernel[(members,)](gram, scale, out, r, smallest, steps, **launch(r))
+        _inverse_root_kernel[(members,)](gram, scale, out, r, smallest, low, steps, **launch(r))
     return out
