@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from rankfold import kernels, tall, together
+from rankfold import kernels, tall, together, whitening
+from rankfold.defaults import RECOMMENDED
 from rankfold.geometries import GEOMETRIES, Pair, geometry_for
+from rankfold.geometries.terms import Sides
 from rankfold.together import as_one, both, empty_like_both, halves
 
 from .interpreted import (
@@ -195,9 +198,48 @@ def test_steps(name: str, grid: tuple[int, int], how: str, monkeypatch: pytest.M
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
+@plain
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
+def test_recommended_steps(
+    name: str, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is told by member or side; roots and products over rows are in one call."""
+    how = {
+        **{key: RECOMMENDED[key] for key in set(RECOMMENDED) - {"lr", "geometry"}},
+        "tilted": torch.tensor([True, False, True, True]),
+        "sides": Sides(torch.tensor([1.0, 0.5, 1.0, 1.0]), torch.tensor([0.5, 1.0, 1.0, 0.25])),
+    }
+    calls: dict[str, int] = {}
+
+    def counted(module: ModuleType, function: str) -> None:
+        original = getattr(module, function)
+
+        def counting(*args: Any, **more: Any) -> Any:
+            calls[function] = calls.get(function, 0) + 1
+            return original(*args, **more)
+
+        monkeypatch.setattr(module, function, counting)
+
+    counted(whitening, "inverse_root")
+    for function in ("gram", "turned_gram", "turned_square", "overlap", "turn", "step"):
+        counted(tall, function)
+    results, seen = [], []
+    for together_in_memory in (False, True):
+        calls.clear()
+        results.append(step(name, grid, how, together_in_memory))
+        seen.append(dict(calls))
+    apart, joined = seen
+    assert joined["inverse_root"] == 2 * 4  # in each of two steps
+    assert apart == {function: 2 * count for function, count in joined.items()}
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
 @in_kernels
 @quiet
-@pytest.mark.parametrize("how", ["metric", "momentum"])
+@pytest.mark.parametrize("how", ["metric", "momentum", "unit"])
 @pytest.mark.parametrize("grid", [(1, 1), *([(2, 2)] if CUDA else [])])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_steps_in_kernels(

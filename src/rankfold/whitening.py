@@ -9,6 +9,7 @@ Neither changes a direction's Frobenius norm, nor looks at the gauge.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import linalg, tall
 from .linalg import squared_norm_weighted, trace
 from .schatten import SMALLEST, SMALLEST_PART, inverse_root, least_square
+from .together import both
 
 # `SMALLEST` in a second pass over what a first one has raised, where all are at most 1.
 _SMALLEST_RAISED = 2.0**-4
@@ -56,6 +58,26 @@ class Direction(NamedTuple):
     rows: Tensor
     turn: Tensor
     squares: Tensor
+
+
+def whiten_both(
+    parts: Sequence[Tensor],
+    turns: tuple[Tensor, Tensor] | None,
+    manner: Manner,
+    shares: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Direction, Direction]:
+    """`whiten` of both sides of a vector: the partners of a factor are those of the other side."""
+    factors = sum(x.shape[1] for x in parts)
+    members = None if manner.members is None else (manner.members, manner.members)
+    named = {"turn": turns, "share": shares, "members": members}
+    pairs = {name: pair for name, pair in named.items() if pair is not None}
+
+    def side(x: Tensor, *values: Tensor) -> Direction:
+        told = dict(zip(pairs, values, strict=True))
+        how = manner._replace(members=told.get("members"))
+        return whiten(x, told.get("turn"), factors - x.shape[1], how, told.get("share"))
+
+    return both(side, parts, *pairs.values())
 
 
 def whiten(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import linalg, tall
+from ..together import both
 from .terms import LONGEST_CAPTURED, Pair, StepOptions
 
 if TYPE_CHECKING:
@@ -147,7 +148,11 @@ def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
 
 def _added(nu: float, old: Pair, scale: Tensor, new: Pair) -> Pair:
     """ν ``old`` + ``scale`` ``new``, with a scale (batch,)."""
-    return Pair(*(tall.step(nu * x, y, scale) for x, y in zip(old, new, strict=True)))
+
+    def added(x: Tensor, y: Tensor, share: Tensor) -> Tensor:
+        return tall.step(nu * x, y, share)
+
+    return Pair(*both(added, old, new, (scale, scale)))
 
 
 def _heavy_ball(given: _Given) -> Course:

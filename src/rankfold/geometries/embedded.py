@@ -46,11 +46,10 @@ class Side(NamedTuple):
             x if self.to_x is None else self.to_x @ x,
         )
 
-    def overlaps(self, new: Tensor) -> tuple[Tensor, Tensor]:
-        """UᵀN and XᵀN for a tall N (batch, m, r)."""
-        u, x = tall.overlap(self.a, new), tall.overlap(self.t, new)
-        u = u if self.to_u is None else self.to_u.mT @ u
-        x = x if self.to_x is None else self.to_x.mT @ x
+    def overlaps(self, of_a: Tensor, of_t: Tensor) -> tuple[Tensor, Tensor]:
+        """UᵀN and XᵀN for a tall N, from ``aᵀ N`` and ``tᵀ N`` (batch, r, r)."""
+        u = of_a if self.to_u is None else self.to_u.mT @ of_a
+        x = of_t if self.to_x is None else self.to_x.mT @ of_t
         return u, tall.add_product(x, self.inner.mT, u, alpha=-1.0)
 
 
@@ -79,6 +78,11 @@ class TangentXKY(NamedTuple):
     def moved(self, c_a: Two, c_t: Two, alive: Tensor) -> Pair:
         """``a + a c_a + t c_t`` of either side, or ``a`` for members that are not ``alive``."""
         return Pair(*both(tall.move, self._a, c_a, self._t, c_t, (alive, alive)))
+
+    def overlaps(self, new: Two) -> tuple[Two, Two]:
+        """UᵀN and XᵀN of the left side's N (batch, m, r), and the right side's."""
+        a, t = both(tall.overlap, self._a, new), both(tall.overlap, self._t, new)
+        return self.left.overlaps(a[0], t[0]), self.right.overlaps(a[1], t[1])
 
     def _coefficients(self, u: Two, x: Two) -> tuple[Two, Two]:
         """Of both sides' ``a``, and of both sides' ``t``."""
@@ -177,11 +181,11 @@ class EmbeddedGeometry(Geometry):
     def follow(self, frame: Any, tangent: Pair, landing: Landing) -> Pair:
         # What `carry` does, but the new factors are no combinations of this vector's parts.
         coords = self.coordinates(frame, tangent)
-        new_a, new_b = map(flatten_blocks, landing.point)
-        (u, x), (v, y) = coords.left.overlaps(new_a), coords.right.overlaps(new_b)
+        new = Pair(*map(flatten_blocks, landing.point))
+        (u, x), (v, y) = coords.overlaps(new)
         inner = coords.k @ v + y
         left, right = coords.combine((inner, coords.k.mT @ u + x), (v, u))
         if self.isometry:
             out = linalg.sym(u.mT @ inner + x.mT @ v)
-            left, right = tall.subtract(left, new_a, out), tall.subtract(right, new_b, out)
+            left, right = both(tall.subtract, (left, right), new, (out, out))
         return Pair(left.view_as(tangent.left), right.view_as(tangent.right))

@@ -19,7 +19,7 @@ from .. import kernels, linalg, polar, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
 from ..together import as_one, both, halves
-from ..whitening import whiten
+from ..whitening import whiten_both
 from . import decay
 from .base import Landing, Pair, StepOptions, flatten_blocks
 from .embedded import EmbeddedGeometry, NewCoefficients, Side, TangentXKY, squared_length
@@ -117,18 +117,18 @@ class FixedEmbedded(EmbeddedGeometry):
         eye = linalg.identity_like(coords.k).expand_as(coords.k)
         c, d = coords.combine((coords.k, coords.k.mT), (eye, eye))
         c, d = c.view_as(left), d.view_as(right)
-        of_c, of_d = options.sides or (None, None)
-        c, turn_c, _ = whiten(c, None, right.shape[1], options.manner, of_c)
-        d, turn_d, _ = whiten(d, None, left.shape[1], options.manner, of_d)
-        along_u = frame.left.inverse.mT @ (tall.overlap(left, c) @ turn_c).sum(1)
-        along_v = frame.right.inverse.mT @ (tall.overlap(right, d) @ turn_d).sum(1)
-        r_a, r_b = self.triangles(frame)
-        to_a = frame.left.inverse @ along_v.mT @ r_b
-        to_b = frame.right.inverse @ along_u.mT @ r_a
-        made = Pair(
-            tall.combine(left, to_a[:, None], c, turn_c @ r_b[:, None]),
-            tall.combine(right, to_b[:, None], d, turn_d @ r_a[:, None]),
-        )
+        found = whiten_both((c, d), None, options.manner, options.sides)
+        rows, turns, _ = zip(*found, strict=True)
+
+        def against(point: Tensor, rows: Tensor, turn: Tensor, inverse: Tensor) -> Tensor:
+            return inverse.mT @ (tall.overlap(point, rows) @ turn).sum(1)
+
+        inverses, (r_a, r_b) = (frame.left.inverse, frame.right.inverse), self.triangles(frame)
+        along_u, along_v = both(against, frame.point, rows, turns, inverses)
+        to_a, to_b = inverses[0] @ along_v.mT @ r_b, inverses[1] @ along_u.mT @ r_a
+        own = to_a[:, None], to_b[:, None]
+        moved = turns[0] @ r_b[:, None], turns[1] @ r_a[:, None]
+        made = Pair(*both(tall.combine, frame.point, own, rows, moved))
         return self.coordinates(frame, made)
 
     def step_limit(self, frame: PairFrame, coords: TangentXKY) -> Tensor:

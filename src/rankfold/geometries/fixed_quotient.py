@@ -15,7 +15,6 @@ Transport       horizontal projection at the new point: (Ξ_A − A Λ, Ξ_B + B
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from .. import kernels, linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from ..together import both
-from ..whitening import Direction, Manner, whiten
+from ..whitening import Direction, Manner, whiten_both
 from . import decay
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
 from .endings import Stepped
@@ -202,41 +201,37 @@ class FixedQuotient(Geometry):
         # steepest vector downstairs, and each side finds its own.
         whole = Pair(*(flatten_blocks(x)[:, None] for x in coords.vector))
         if p == math.inf:
-            partnered = _partnered(frame, whole)
-            found = [whiten(x, c.lower[:, None], 1, Manner(floor)) for x, c in partnered]
+            found = whiten_both(whole, _weights(frame), Manner(floor))
             return self._along(frame, coords, found)
-        grams = [tall.turned_gram(x, c.lower[:, None]) for x, c in _partnered(frame, whole)]
-        turns = schatten.directions(grams, p, floor)
-        sides = zip(_partnered(frame, whole), turns, grams, strict=True)
-        found = [
-            Direction(x, c.lower[:, None] @ turn, linalg.squared_norm_weighted(turn, gram))
-            for (x, c), turn, gram in sides
-        ]
-        return self._along(frame, coords, found)
+        weights = _weights(frame)
+        grams = both(tall.turned_gram, whole, weights)
+        turns = schatten.directions(list(grams), p, floor)
+        sides = zip(whole, weights, turns, grams, strict=True)
+        left, right = (
+            Direction(x, lower @ turn, linalg.squared_norm_weighted(turn, gram))
+            for x, lower, turn, gram in sides
+        )
+        return self._along(frame, coords, (left, right))
 
     def whitened(
         self, frame: GramFrame, coords: WeighedTangent, options: StepOptions
     ) -> WeighedTangent:
-        left, right = coords.vector
-        partners, shares = (right.shape[1], left.shape[1]), options.sides or (None, None)
-        sides = zip(_partnered(frame, coords.vector), partners, shares, strict=True)
-        found = [
-            whiten(x, c.lower[:, None], count, options.manner, share)
-            for (x, c), count, share in sides
-        ]
+        found = whiten_both(coords.vector, _weights(frame), options.manner, options.sides)
         return self._along(frame, coords, found)
 
     def _along(
-        self, frame: GramFrame, coords: WeighedTangent, found: list[Direction]
+        self, frame: GramFrame, coords: WeighedTangent, found: tuple[Direction, Direction]
     ) -> WeighedTangent:
         """The vector whose Ξ_A L_B and Ξ_B L_A are these directions."""
-        partners = frame.right, frame.left
-        made = (
-            tall.turn(rows, turn @ partner.inverse[:, None]).view_as(old)
-            for (rows, turn, _), partner, old in zip(found, partners, coords.vector, strict=True)
-        )
+
+        def back(rows: Tensor, turn: Tensor, inverse: Tensor) -> Tensor:
+            return tall.turn(rows, turn @ inverse[:, None])
+
+        rows, turns, _ = zip(*found, strict=True)
+        made = both(back, rows, turns, (frame.right.inverse, frame.left.inverse))
+        vector = Pair(*(x.view_as(old) for x, old in zip(made, coords.vector, strict=True)))
         square = found[0].squares.sum(1) + found[1].squares.sum(1)
-        return WeighedTangent(Pair(*made), (frame.right.lower, frame.left.lower), square)
+        return WeighedTangent(vector, (frame.right.lower, frame.left.lower), square)
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
@@ -288,9 +283,9 @@ class FixedQuotient(Geometry):
         return Pair(left.view_as(tangent.left), right.view_as(tangent.right))
 
 
-def _partnered(frame: GramFrame, parts: Pair) -> Iterator[tuple[Tensor, Cholesky]]:
-    """Each side of a vector with the factored Gram matrix that weighs it: the other side's."""
-    return zip(parts, (frame.right, frame.left), strict=True)
+def _weights(frame: GramFrame) -> tuple[Tensor, Tensor]:
+    """What weighs each side's blocks (batch, blocks, m, r) of a vector: L_B and L_A."""
+    return frame.right.lower[:, None], frame.left.lower[:, None]
 
 
 def _entry_bound(
