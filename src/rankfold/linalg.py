@@ -304,9 +304,9 @@ def still_moving(distances: Tensor) -> Tensor:
     """Which members (...) have not converged, by how far each iteration moved (..., iterations)."""
     last, before = distances[..., -1], distances[..., -2]
     finfo = torch.finfo(distances.dtype)
-    remaining = last * (last / before.clamp_min(finfo.tiny)).clamp_max(1)
-    converged: Tensor = remaining <= finfo.eps ** (2 / 3)
-    return ~converged
+    # What is left after the last is by its share of the one before: last · min(last / before, 1).
+    moving: Tensor = last * torch.minimum(last, before) > finfo.eps ** (2 / 3) * before
+    return moving
 
 
 def trace(x: Tensor) -> Tensor:

@@ -178,10 +178,13 @@ def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tenso
     return choose(alive, add_product(add_product(a, a, c_a), t, c_t, given=True), a)
 
 
-def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
-    """``a + scale t`` with a ``scale`` (batch,), and ``a`` itself for members not ``alive``."""
+def step(
+    a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None, weight: float = 1.0
+) -> Tensor:
+    """``weight a + scale t`` with a ``scale`` (batch,), ``weight a`` for members not ``alive``."""
     if kernels.serve(a, t):
-        return kernels.moves.step(a, t, scale, alive)
+        return kernels.moves.step(a, t, scale, alive, weight)
+    a = a if weight == 1 else weight * a
     moved = torch.addcmul(a, per_member(scale, t), t)
     return moved if alive is None else choose(alive, moved, a)
 

@@ -44,6 +44,13 @@ class Course(NamedTuple):
     clipped: Tensor | None
 
 
+class Kept(NamedTuple):
+    """One side of the vector to keep, and of the one a step goes along."""
+
+    kept: Tensor
+    ahead: Tensor
+
+
 class _Given(NamedTuple):
     """What the forms of momentum begin with; ``scale`` (batch,) is the signed learning rate."""
 
@@ -65,14 +72,16 @@ def plot(
     options: StepOptions,
 ) -> Course:
     """The course of a step, from the factors' gradients and what the last step has left."""
-    scale = grad.left.new_full((grad.left.shape[0],), 1.0 if options.maximize else -1.0)
-    clipped = None
+    lr, batch, clipped = options.lr, grad.left.shape[0], None
     if geometry.isometry and options.capturable and options.bounded:
-        lr = torch.as_tensor(options.lr)
-        clipped = (lr > LONGEST_CAPTURED).expand_as(scale)
-        scale = scale * lr.clamp(max=LONGEST_CAPTURED)
+        lr = torch.as_tensor(lr)
+        clipped = (lr > LONGEST_CAPTURED).expand(batch)
+        lr = lr.clamp(max=LONGEST_CAPTURED)
+    signed = lr if options.maximize else -lr
+    if isinstance(signed, Tensor):
+        scale = signed.to(grad.left.dtype).expand(batch)
     else:
-        scale = scale * options.lr
+        scale = grad.left.new_full((batch,), signed)
     if options.growth:
         scale = scale * _size(geometry, frame, grad) ** options.growth
     if running is not None:
@@ -82,7 +91,8 @@ def plot(
     given = _Given(geometry, frame, grad, momentum, running, options, scale)
     course = _heavy_ball(given) if options.momentum_form == "heavy-ball" else _smoothing(given)
     kept = None if momentum is None else course.momentum
-    return course._replace(momentum=kept, clipped=clipped)
+    # Kernels read a number a member.
+    return course._replace(scale=course.scale.contiguous(), momentum=kept, clipped=clipped)
 
 
 def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
@@ -141,25 +151,31 @@ def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
     fresh, coords = geometry.descent(frame, given.grad, options.gradient_repair)
     norm = _norm(geometry, frame, coords, "metric")
     share = (1 - options.momentum) / norm.clamp_min(options.norm_floor)
-    tangent = _added(options.momentum, geometry.arrive(frame, momentum), share, fresh)
-    ahead = _added(options.momentum, tangent, share, fresh) if options.nesterov else tangent
+    tangent, ahead = _added(options, geometry.arrive(frame, momentum), share, fresh)
     return tangent, geometry.coordinates(frame, ahead)
 
 
-def _added(nu: float, old: Pair, scale: Tensor, new: Pair) -> Pair:
-    """ν ``old`` + ``scale`` ``new``, with a scale (batch,)."""
+def _added(options: StepOptions, old: Pair, scale: Tensor, new: Pair) -> tuple[Pair, Pair]:
+    """ν ``old`` + ``scale`` ``new``, with a scale (batch,), and where a step goes with that.
 
-    def added(x: Tensor, y: Tensor, share: Tensor) -> Tensor:
-        return tall.step(nu * x, y, share)
+    Which is there, or with nesterov as far as a further gradient like this one would take it.
+    """
 
-    return Pair(*both(added, old, new, (scale, scale)))
+    def added(x: Tensor, y: Tensor, share: Tensor) -> Kept:
+        kept = tall.step(x, y, share, weight=options.momentum)
+        if not options.nesterov:
+            return Kept(kept, kept)
+        return Kept(kept, tall.step(kept, y, share, weight=options.momentum))
+
+    left, right = both(added, old, new, (scale, scale))
+    kept = Pair(left.kept, right.kept)
+    return kept, Pair(left.ahead, right.ahead) if options.nesterov else kept
 
 
 def _heavy_ball(given: _Given) -> Course:
     """ν times the last step plus a normalized step along the gradient."""
     geometry, frame, grad, momentum, running, options, scale = given
     assert momentum is not None  # option_checks.check_choices
-    nu = options.momentum
     fresh = geometry.gradient(frame, grad, options.gradient_repair)
     if options.normalize is not None:
         coords = geometry.coordinates(frame, fresh)
@@ -172,8 +188,7 @@ def _heavy_ball(given: _Given) -> Course:
             if options.second_moment:
                 norm, running = _mean_norm(norm, running, options)
             scale = scale / norm.clamp_min(options.norm_floor)
-    step = _added(nu, geometry.arrive(frame, momentum), scale, fresh)
-    ahead = _added(nu, step, scale, fresh) if options.nesterov else step
+    step, ahead = _added(options, geometry.arrive(frame, momentum), scale, fresh)
     direction = geometry.coordinates(frame, ahead)
     return Course(direction, torch.ones_like(scale), step, ahead is step, running, None)
 
@@ -181,7 +196,7 @@ def _heavy_ball(given: _Given) -> Course:
 def _norm(geometry: Geometry, frame: Any, coords: Any, kind: str | None) -> Tensor:
     norm = geometry.norm(frame, coords, kind or "metric")
     # A finite gradient whose norm overflows would pass as a step of length zero.
-    return torch.where(norm.isinf(), torch.nan, norm)
+    return norm.nan_to_num(nan=math.nan, posinf=math.nan)
 
 
 def _mean_norm(

@@ -57,12 +57,19 @@ class WeighedTangent:
     def __init__(self, vector: Pair, weights: tuple[Tensor, Tensor], square: Tensor | None) -> None:
         self.vector = vector
         self._weights, self._square = weights, square
+        self._norm: Tensor | None = None
 
     def square(self) -> Tensor:
         """‖Ξ_A L_B‖² + ‖Ξ_B L_A‖², (batch,)."""
         if self._square is None:
             self._square = _weighed_square(self.vector, self._weights)
         return self._square
+
+    def norm(self) -> Tensor:
+        """Its root, (batch,)."""
+        if self._norm is None:
+            self._norm = self.square().sqrt()
+        return self._norm
 
 
 class FixedQuotient(Geometry):
@@ -100,7 +107,7 @@ class FixedQuotient(Geometry):
 
         def lift(g: Tensor, inverse: Tensor, *old: Tensor) -> Tensor:
             plus = Plus(flatten_blocks(old[0]), nu) if old else None
-            turn = (1 - nu) * (inverse.mT @ inverse)
+            turn = tall.add_product(inverse, inverse.mT, inverse, beta=0.0, alpha=1 - nu)
             return tall.turn(flatten_blocks(g), turn, plus).view_as(g)
 
         inverses = frame.right.inverse, frame.left.inverse
@@ -108,20 +115,19 @@ class FixedQuotient(Geometry):
 
     def arrive(self, frame: GramFrame, momentum: Pair, *, given: bool = False) -> Pair:
         flat = Pair(*map(flatten_blocks, momentum))
-        shift = self._shift(frame, *both(tall.overlap, frame.point, flat))
+        shifts = self._shifts(frame, both(tall.overlap, frame.point, flat))
         subtract = partial(tall.subtract, given=given)
-        made = both(subtract, flat, frame.point, (shift, -shift.mT))
+        made = both(subtract, flat, frame.point, shifts)
         return Pair(*(x.view_as(m) for x, m in zip(made, momentum, strict=True)))
 
-    def _shift(self, frame: GramFrame, left: Tensor, right: Tensor) -> Tensor:
-        """Λ (batch, r, r) from AᵀM_A and BᵀM_B: A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A), likewise for B."""
+    def _shifts(self, frame: GramFrame, overlaps: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Λ and −Λᵀ (batch, r, r) from AᵀM_A and BᵀM_B, with A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A)."""
 
-        def towards(inverse: Tensor, overlap: Tensor) -> Tensor:
-            return inverse.mT @ (inverse @ overlap)
+        def half(inverse: Tensor, overlap: Tensor) -> Tensor:
+            return tall.add_product(overlap, inverse.mT, inverse @ overlap, beta=0.0, alpha=0.5)
 
-        inverses = frame.left.inverse, frame.right.inverse
-        towards_a, towards_b = both(towards, inverses, (left, right))
-        return (towards_a - towards_b.mT) / 2
+        left, right = both(half, (frame.left.inverse, frame.right.inverse), overlaps)
+        return both(lambda own, other: own - other.mT, (left, right), (right, left))
 
     def descent(
         self,
@@ -184,7 +190,7 @@ class FixedQuotient(Geometry):
         return coords.vector
 
     def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
-        return torch.sqrt(coords.square())
+        return coords.norm()
 
     def spectral_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # Ξ = C Vᵀ + U Dᵀ in the orthonormal frames U = A L_A⁻ᵀ, V = B L_B⁻ᵀ.
@@ -297,8 +303,8 @@ def _entry_bound(
     """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ."""
     inverse_a, inverse_b = both(linalg.frobenius, inverses)
     size_a, size_b = both(linalg.frobenius, triangles)
-    moved = coords.square().sqrt() * (inverse_a + inverse_b)
-    return size_a + size_b + scale.abs() * moved
+    moved = scale.abs() * coords.norm()
+    return torch.addcmul(size_a + size_b, moved, inverse_a + inverse_b)
 
 
 def _weighed_square(

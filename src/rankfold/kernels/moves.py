@@ -164,14 +164,15 @@ def _settle_kernel(
 
 @triton.jit
 def _step_kernel(
-    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, size, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
-    """A + scale T of one member, or A."""
+    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, weight, size,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """weight A + scale T of one member, or weight A."""
     member = tl.program_id(0).to(tl.int64)
     where = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = where < size
     where += member * size
-    a = tl.load(a_ptr + where, mask=there)
+    a = weight * tl.load(a_ptr + where, mask=there)
     alive = True
     if MASKED:
         alive = tl.load(alive_ptr + member)
@@ -204,14 +205,16 @@ def restore(new: Tensor, old: Tensor, alive: Tensor) -> Tensor:
     return new
 
 
-def step(a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None) -> Tensor:
-    """``a + scale t`` for tensors (batch, ...), ``a`` itself for members (batch,) not ``alive``."""
-    a, t = a.contiguous(), t.contiguous()
+def step(
+    a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None, weight: float = 1.0
+) -> Tensor:
+    """``weight a + scale t`` for tensors (batch, ...), ``weight a`` for members not ``alive``."""
+    a, t, scale = a.contiguous(), t.contiguous(), scale.contiguous()
     out = torch.empty_like(a)
     size = a[0].numel()
     grid = (len(a), parts(size, 4096))
     mask = scale if alive is None else alive
-    _step_kernel[grid](a, t, scale, mask, out, size, BLOCK=4096, MASKED=alive is not None)
+    _step_kernel[grid](a, t, scale, mask, out, weight, size, BLOCK=4096, MASKED=alive is not None)
     return out
 
 
