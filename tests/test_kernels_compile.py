@@ -12,6 +12,7 @@ from torch import Tensor
 from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, linalg, tall
 from rankfold.geometries import GEOMETRIES, Pair, geometry_for
 from rankfold.lab.optimizers import WideAdamW
+from rankfold.whitening import TILTS, Manner, _numbers
 
 from .interpreted import INTERPRETED
 from .points import options
@@ -108,7 +109,15 @@ def test_small_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_whitened_steps(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(64, monkeypatch, normalize="whitened", nesterov=True)
-    assert "_inverse_root_kernel" in compiled.names
+    assert {"_inverse_root_kernel", "_even_kernel"} <= compiled.names
+
+
+@pytest.mark.parametrize("tilt", TILTS)
+def test_even_parts(tilt: float, compiled: Compiled) -> None:
+    x, member = torch.randn(3, 1, 64, 64), torch.ones(3)
+    manner = Manner(2.0**-23, tilt, 0.5, member > 0)
+    kernels.whiten.even(x, x, member[:, None], member, manner.members, _numbers(1, manner))
+    assert compiled.names == {"_even_kernel"}
 
 
 def test_large_ranks(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:

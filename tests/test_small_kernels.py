@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import linalg, polar, schatten
+from rankfold import linalg, polar, schatten, whitening
 
 from .interpreted import CUDA, DEVICE, in_kernels, on_the_host, quiet, run_in_interpreter
 from .test_linalg import randn, with_singular_values
@@ -30,8 +30,8 @@ def test_in_interpreter() -> None:
 def kernels() -> ModuleType:
     """Imported here, since Triton need not be installed."""
     from rankfold import kernels
-    from rankfold.kernels import elimination, members, roots  # noqa: F401
 
+    assert kernels._importable()
     return kernels
 
 
@@ -250,7 +250,7 @@ def test_inverse_root_of_any_rank(kernels: ModuleType, r: int) -> None:
     values, vectors = torch.linalg.eigh(gram[0] / scale[0, :, None, None])
     lifted = scale[0, :, None] * (values.clamp_min(0) + 2.0**-16) / (1 + 2.0**-16)
     reference = (vectors / lifted.sqrt()[:, None]) @ vectors.mT
-    steps = len(schatten._stretches(2.0**-8, torch.float32))
+    steps = len(schatten.stretches(2.0**-8, torch.float32))
     found = whiten.inverse_root(on_device(gram).mT, on_device(scale), 2.0**-8, 2.0**-8, steps)
     library = schatten.inverse_root(gram[0].float(), scale[0].float())
     error, library_error = (relative_error(y, reference).max() for y in (found[0], library))
@@ -258,6 +258,45 @@ def test_inverse_root_of_any_rank(kernels: ModuleType, r: int) -> None:
     assert not found[1, 2].isfinite().any()
     assert torch.equal(found[1, [0, 1, 3]], found[0, [0, 1, 3]])
     assert torch.equal(found[0], found[0].mT)
+
+
+@in_kernels
+@quiet
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("tilt", whitening.TILTS)
+@pytest.mark.parametrize("r", [3, *([20, 64] if CUDA else [])])
+def test_even_parts(
+    kernels: ModuleType, r: int, tilt: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the plain form in float64: shares, who is tilted, a zero, what is not finite."""
+    members, blocks = 18, 2
+    x = conditioned(members * blocks, r, 300, seed=3).view(members, blocks, r, r)
+    x = x * 10.0 ** torch.arange(-6, members - 6).double()[:, None, None, None]
+    x[[1, 12], 1] *= 1e-9  # far less than the other of its side, and below the floor or not
+    x[-2, 1, 0, 0] = torch.nan
+    x[-1] = 0
+    share = torch.rand(members, generator=torch.Generator().manual_seed(1)) if told else None
+    tilted = torch.arange(members) % 3 > 0 if told else None
+
+    def found(x: Tensor) -> tuple[Tensor, Tensor]:
+        given = None if share is None else on_device(share)
+        mask = None if tilted is None else tilted.to(x.device)
+        return whitening._even(x, None, 3, whitening.Manner(2.0**-23, tilt, 0.0, mask), given)
+
+    exact = found(x)
+    monkeypatch.setattr(kernels, "serve_small", lambda *x: True)
+    ours = found(on_device(x))
+    monkeypatch.setattr(kernels, "serve_small", lambda *x: False)
+    plain = found(on_device(x).cpu())
+    for made in ours:
+        assert not made[-2].isfinite().any()
+        assert not made[-1].any()
+    for mine, library, reference in zip(ours, plain, exact, strict=True):
+        error, library_error = (
+            relative_error(y[:-2].flatten(0, 1).view(32, 1, -1), reference[:-2].view(32, 1, -1))
+            for y in (mine, library)
+        )
+        assert error.square().mean().sqrt() < 1.5 * library_error.square().mean().sqrt() + 2 * EPS
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

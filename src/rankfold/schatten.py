@@ -65,21 +65,21 @@ def inverse_root(
     where all eigenvalues are known to be above the square of some larger ``low`` times ``scale``.
     """
     low = low or smallest
-    stretches = _stretches(low, gram.dtype)
+    steps = stretches(low, gram.dtype)
     if kernels.serve_small(gram):
-        return kernels.whiten.inverse_root(gram, scale, smallest, low, len(stretches))
+        return kernels.whiten.inverse_root(gram, scale, smallest, low, len(steps))
     eye, scale = identity_like(gram), scale[..., None, None]
     root = (gram / scale + smallest**2 * eye) / (1 + smallest**2)
-    inverse = half_step = 1.5 * stretches[0] * eye - 0.5 * stretches[0] ** 3 * root
-    for stretch in stretches[1:]:
+    inverse = half_step = 1.5 * steps[0] * eye - 0.5 * steps[0] ** 3 * root
+    for stretch in steps[1:]:
         root = root @ half_step
         half_step = tall.add_product(1.5 * stretch * eye, inverse, root, alpha=-0.5 * stretch**3)
         inverse = half_step @ inverse
     return linalg.sym(inverse) / scale.sqrt()
 
 
-def _stretches(low: float, dtype: torch.dtype) -> list[float]:
-    """Before each step σ(3 − σ²)/2, what brings the ends of the spectrum to the same distance.
+def stretches(low: float, dtype: torch.dtype) -> list[float]:
+    """Before each step σ(3 − σ²)/2, what brings σ from ``low`` to 1 to the same distance from 1.
 
     A few microseconds, and not cached: `torch.compile` warns of caches in what it compiles.
     """

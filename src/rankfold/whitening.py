@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import linalg, tall
+from . import kernels, linalg, tall
 from .linalg import squared_norm_weighted, trace
-from .schatten import SMALLEST, SMALLEST_PART, inverse_root, least_square
+from .schatten import SMALLEST, SMALLEST_PART, inverse_root, least_square, stretches
 from .together import both
 
 # `SMALLEST` in a second pass over what a first one has raised, where all are at most 1.
@@ -117,11 +117,15 @@ def _even(
     """
     gram = tall.gram(x) if turn is None else tall.turned_gram(x, turn)
     own = trace(gram)
-    least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * manner.floor**2)
     scale = own.clamp_min(least_square(own))
     first = inverse_root(gram, scale)
     raised = tall.turned_gram(x, first if turn is None else turn @ first)
+    if kernels.serve_small(raised):
+        return kernels.whiten.even(
+            raised, first, own, share, manner.members, _numbers(partners, manner)
+        )
     second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
+    least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * manner.floor**2)
     square = partners * (own / least).clamp_max(1)
     if share is not None:
         square = square * share[:, None].square()
@@ -132,18 +136,43 @@ def _even(
     return square.sqrt()[..., None, None] * (first @ second), squares
 
 
+def _numbers(partners: int, manner: Manner) -> kernels.whiten.Numbers:
+    """What a kernel has to know."""
+
+    def spectrum(smallest: float, low: float) -> kernels.whiten.Spectrum:
+        return kernels.whiten.Spectrum(smallest, low, len(stretches(low, torch.float32)))
+
+    halvings = [spectrum(_SMALLEST_OF_ROOTS, low) for low in _lows(manner.tilt)]
+    return kernels.whiten.Numbers(
+        floor=partners * manner.floor**2,
+        partners=partners,
+        smallest=SMALLEST,
+        part=SMALLEST_PART**2,
+        raised=spectrum(_SMALLEST_RAISED, _SMALLEST_RAISED),
+        halvings=halvings if manner.tilt else None,
+        largest=_LARGEST_RAISED,
+    )
+
+
 def _power(x: Tensor, power: float) -> Tensor:
     """Symmetric ``x`` (..., r, r), eigenvalues from about `SMALLEST` to 1, to one of `TILTS`.
 
     Rounding takes some past 1, where a gradient has a lower rank than its factor.
     """
     scale = torch.full_like(x[..., 0, 0], _LARGEST_RAISED)
-    low = SMALLEST
-    while power < 1:
-        low = low**0.5  # of the next x, and what its inverse root begins at
-        x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS, low / _LARGEST_RAISED**0.5))
-        power *= 2
+    for low in _lows(power):
+        x = linalg.sym(x @ inverse_root(x, scale, _SMALLEST_OF_ROOTS, low))
     return x
+
+
+def _lows(power: float) -> list[float]:
+    """Where the inverse roots begin that take eigenvalues from `SMALLEST` on to ``power``."""
+    found, low = [], SMALLEST
+    while 0 < power < 1:
+        low = low**0.5  # of the next matrix
+        found.append(low / _LARGEST_RAISED**0.5)
+        power *= 2
+    return found
 
 
 def _row_weights(x: Tensor, balance: float) -> Tensor:

@@ -11,6 +11,7 @@ Schatten norms  of Ξ itself; p = 2 is the metric.
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,14 +169,15 @@ class EmbeddedGeometry(Geometry):
 
     def carry(self, coords: TangentXKY, new: NewCoefficients, deskew: bool) -> Pair:
         """(M B', Mᵀ A'), less the symmetric part of its overlap with the new point if asked."""
-        left_u = coords.k @ new.v + coords.yy @ new.y
+        xx_x = coords.xx @ new.x
+        left_u = tall.add_product(coords.yy @ new.y, coords.k, new.v)
         left_x, right_y = new.v, new.u
-        right_v = coords.k.mT @ new.u + coords.xx @ new.x
+        right_v = tall.add_product(xx_x, coords.k.mT, new.u)
         if deskew:
-            overlap = new.u.mT @ left_u + new.x.mT @ coords.xx @ new.v
-            out = linalg.sym(overlap)
-            left_u, left_x = left_u - new.u @ out, left_x - new.x @ out
-            right_v, right_y = right_v - new.v @ out, right_y - new.y @ out
+            overlap = tall.add_product(new.u.mT @ left_u, xx_x.mT, new.v)
+            subtract = partial(tall.add_product, c=overlap + overlap.mT, alpha=-0.5)
+            left_u, left_x = subtract(left_u, new.u), subtract(left_x, new.x)
+            right_v, right_y = subtract(right_v, new.v), subtract(right_y, new.y)
         return coords.combine((left_u, right_v), (left_x, right_y))
 
     def follow(self, frame: Any, tangent: Pair, landing: Landing) -> Pair:

@@ -1,14 +1,17 @@
-"""Triton kernel for inverse roots of r×r float32 matrices, r up to 64, singular ones included."""
+"""Triton kernels for inverse roots of r×r float32 matrices, r up to 64, singular ones included."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..linalg import least_norm
 from .products import dot
-from .refine import launch, tile
+from .refine import launch, tile, total
 
 
 @triton.jit
@@ -18,27 +21,90 @@ def _stretch(low):
 
 
 @triton.jit
+def _root(gram, eye, low, steps, P: tl.constexpr):
+    """``gram^(-1/2)`` of a symmetric matrix with eigenvalues from ``low²`` to 1."""
+    root = gram
+    stretch = _stretch(low)
+    half = 1.5 * stretch * eye - 0.5 * stretch * stretch * stretch * root
+    inverse = half
+    for _ in range(1, steps):
+        root = dot(root, half, P)
+        low = stretch * low * (3.0 - stretch * low * stretch * low) * 0.5
+        stretch = _stretch(low)
+        cubed = 0.5 * stretch * stretch * stretch
+        half = 1.5 * stretch * eye - cubed * dot(inverse, root, P)
+        inverse = dot(half, inverse, P)
+    return 0.5 * (inverse + tl.trans(inverse))
+
+
+@triton.jit
+def _ridged(gram, smallest, eye):
+    """With its ridge, and eigenvalues of at most 1 still."""
+    ridge = smallest * smallest
+    return (gram + ridge * eye) / (1.0 + ridge)
+
+
+@triton.jit
 def _inverse_root_kernel(
     gram_ptr, scale_ptr, out_ptr, r, smallest, low, steps, R: tl.constexpr, PRECISION: tl.constexpr
 ):
     place, inside, eye = tile(r, R)
     scale = tl.load(scale_ptr + tl.program_id(0))
-    ridge = smallest * smallest
     # What pads a matrix is 1 after this, and stays.
     gram = tl.load(gram_ptr + place, mask=inside, other=eye * scale) / scale
-    root = (gram + ridge * eye) / (1.0 + ridge)
-    stretch = _stretch(low)
-    half = 1.5 * stretch * eye - 0.5 * stretch * stretch * stretch * root
-    inverse = half
-    for _ in range(1, steps):
-        root = dot(root, half, PRECISION)
-        low = stretch * low * (3.0 - stretch * low * stretch * low) * 0.5
-        stretch = _stretch(low)
-        cubed = 0.5 * stretch * stretch * stretch
-        half = 1.5 * stretch * eye - cubed * dot(inverse, root, PRECISION)
-        inverse = dot(half, inverse, PRECISION)
-    inverse = (inverse + tl.trans(inverse)) * (0.5 / tl.sqrt(scale))
-    tl.store(out_ptr + place, inverse, mask=inside)
+    inverse = _root(_ridged(gram, smallest, eye), eye, low, steps, PRECISION)
+    tl.store(out_ptr + place, inverse / tl.sqrt(scale), mask=inside)
+
+
+@triton.jit
+def _even_kernel(
+    raised_ptr, first_ptr, own_ptr, share_ptr, tilted_ptr, made_ptr, squares_ptr,
+    blocks, r, floor, partners, smallest, part, least_square, ridge, low, steps,
+    roots_ridge, largest, low_1, steps_1, low_2, steps_2, low_3, steps_3,
+    HALVINGS: tl.constexpr, TILT: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+    R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One factor's part of `whitening._even`, from the Gram matrix of what is raised on.
+
+    Comparisons let NaN through, which is what stops its member.
+    """
+    P: tl.constexpr = PRECISION
+    place, inside, eye = tile(r, R)
+    factor = tl.program_id(0)
+    member = factor // blocks
+    own = tl.load(own_ptr + factor)
+    whole = 0.0
+    for k in range(blocks):
+        whole += tl.load(own_ptr + member * blocks + k)
+    least = part * whole
+    least = tl.where(least < floor, floor, least)
+    square = own / least
+    square = partners * tl.where(square > 1.0, 1.0, square)
+    if SHARED:
+        share = tl.load(share_ptr + member)
+        square *= share * share
+    raised = tl.load(raised_ptr + place, mask=inside, other=eye)
+    second = _root(_ridged(raised, ridge, eye), eye, low, steps, P)
+    raised = tl.load(raised_ptr + place, mask=inside, other=0.0)
+    length = total(second * dot(raised, second, P))
+    tl.store(squares_ptr + factor, square * tl.where(length < 0.0, 0.0, length))
+    if TILT:
+        tilted = True
+        if MASKED:
+            tilted = tl.load(tilted_ptr + member)
+        if tilted:
+            # The first root, whose eigenvalues are from ``smallest`` to 1 after this.
+            scale = smallest * tl.sqrt(tl.where(own < least_square, least_square, own))
+            x = scale * tl.load(first_ptr + place, mask=inside, other=eye / scale)
+            for halving in tl.static_range(HALVINGS):
+                begin = low_1 if halving == 0 else (low_2 if halving == 1 else low_3)
+                count = steps_1 if halving == 0 else (steps_2 if halving == 1 else steps_3)
+                inverse = _root(_ridged(x / largest, roots_ridge, eye), eye, begin, count, P)
+                x = dot(x, inverse, P) / tl.sqrt(largest)
+                x = 0.5 * (x + tl.trans(x))
+            second = dot(second, x, P)
+    first = tl.load(first_ptr + place, mask=inside, other=0.0)
+    tl.store(made_ptr + place, tl.sqrt(square) * dot(first, second, P), mask=inside)
 
 
 def inverse_root(gram: Tensor, scale: Tensor, smallest: float, low: float, steps: int) -> Tensor:
@@ -53,3 +119,57 @@ def inverse_root(gram: Tensor, scale: Tensor, smallest: float, low: float, steps
     if members:
         _inverse_root_kernel[(members,)](gram, scale, out, r, smallest, low, steps, **launch(r))
     return out
+
+
+class Spectrum(NamedTuple):
+    """For an inverse root: what it makes its ridge of, where it begins, and how many steps."""
+
+    smallest: float
+    low: float
+    steps: int
+
+
+class Numbers(NamedTuple):
+    """What `whitening._even` goes by; ``floor`` is of squares.
+
+    A tilt is so many ``halvings`` of an exponent, None for no tilt.
+    """
+
+    floor: float
+    partners: int
+    smallest: float
+    part: float
+    raised: Spectrum
+    halvings: list[Spectrum] | None
+    largest: float
+
+
+def even(
+    raised: Tensor,
+    first: Tensor,
+    own: Tensor,
+    share: Tensor | None,
+    tilted: Tensor | None,
+    numbers: Numbers,
+) -> tuple[Tensor, Tensor]:
+    """C_i (batch, I, r, r) and squares (batch, I), as `whitening._even` has them.
+
+    ``raised`` and ``first`` are (batch, I, r, r), ``own`` (batch, I), ``share`` and ``tilted``
+    (batch,) or None for all.
+    """
+    raised, first, own = raised.contiguous(), first.contiguous(), own.contiguous()
+    made, squares = torch.empty_like(first), torch.empty_like(own)
+    told, halvings = numbers, numbers.halvings or []
+    nothing = Spectrum(1.0, 1.0, 0)
+    one, two, three = [*halvings, nothing, nothing, nothing][:3]
+    if own.numel():
+        _even_kernel[(own.numel(),)](
+            raised, first, own, own if share is None else share.contiguous(),
+            own if tilted is None else tilted.contiguous(), made, squares,
+            own.shape[1], raised.shape[-1], told.floor, told.partners, told.smallest, told.part,
+            least_norm(own.dtype) ** 2, *told.raised, one.smallest, told.largest,
+            one.low, one.steps, two.low, two.steps, three.low, three.steps,
+            HALVINGS=len(halvings), TILT=numbers.halvings is not None, SHARED=share is not None,
+            MASKED=tilted is not None, **launch(raised.shape[-1]),
+        )  # fmt: skip
+    return made, squares
