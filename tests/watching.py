@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,30 @@ class Holding(TorchDispatchMode):
                 weakref.finalize(storage, self._alive.pop, storage._cdata)
         self.most = max(self.most, sum(self._alive.values()))
         return result
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: operations that are no views, and kernels by `add`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._on = False
+
+    def __enter__(self) -> Self:
+        self._on = True
+        super().__enter__()
+        return self
+
+    def add(self) -> None:
+        """One more, if it is being counted."""
+        self.count += self._on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        idle = func.is_view or "empty" in name or "_unsafe_view" in name or "profiler" in name
+        self.count += not idle
+        return func(*args, **(kwargs or {}))
 
 
 def _is_tensor(x: Any) -> bool:
