@@ -1,4 +1,4 @@
-"""Time the ten algorithms against their literal form and other optimizers, in one run.
+"""Time the ten algorithms, and what is recommended, against other optimizers, in one run.
 
 `run` needs nothing but torch. Tables, plots and the command line are in `rankfold.bench.report` and
 `rankfold.cli`. docs/benchmarks.md says what is measured and how.
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..geometries import GEOMETRIES
 from .cases import PRESETS, AttentionCase, Case, stacked_case
-from .contenders import ADAMW, Contender, enlist
+from .contenders import ADAMW, OURS, Contender, enlist
 from .timing import MODES, Timing, copy_bandwidth, measure
 from .whole_step import WholeStep, time_whole_steps
 
 __all__ = [
     "ADAMW",
     "MODES",
+    "OURS",
     "PRESETS",
     "AttentionCase",
     "Case",
@@ -112,7 +112,7 @@ def run(
     case: Case,
     device: torch.device,
     *,
-    geometries: Iterable[str] = GEOMETRIES,
+    geometries: Iterable[str] = OURS,
     momenta: Iterable[float] = MOMENTA,
     modes: Iterable[str] | None = None,
     literal: bool = True,

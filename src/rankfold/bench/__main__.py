@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..geometries import GEOMETRIES
-from . import MODES, MOMENTA, PRESETS, check_modes, default_modes
+from . import MODES, MOMENTA, OURS, PRESETS, check_modes, default_modes
 from .command import bench
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     bench(
         [PRESETS[name] for name in given.preset or ["paper-mha"]],
         device,
-        geometries=GEOMETRIES,
+        geometries=OURS,
         momenta=given.momentum or MOMENTA,
         modes=modes,
         literal=not given.no_literal,

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from ..geometries import Pair, StepOptions, geometry_for, is_isometry
+from ..defaults import RECOMMENDED as DEFAULTS
+from ..defaults import recommended
+from ..geometries import GEOMETRIES, Pair, StepOptions, geometry_for, is_isometry
 from ..optimizer import RiemannianSGD
 from .cases import Case, Problem
 from .literal import literal_for
@@ -22,6 +24,8 @@ LR = 0.01
 NORMALIZATION = "metric"
 NORM_FLOOR = 2**-23
 ADAMW = "AdamW (fused)"
+RECOMMENDED = "recommended"
+OURS = (*GEOMETRIES, RECOMMENDED)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ def enlist(
             elif "eager" in modes:
                 found += make(momenta)
     for geometry in geometries:
+        if geometry == RECOMMENDED:
+            found += [_recommended(case, mode) for mode in modes]
+            continue
         for momentum in momenta:
             found += [_ours(case, geometry, momentum, mode) for mode in modes]
             if literal and "eager" in modes:
@@ -118,10 +125,13 @@ def _rate(mode: str, device: torch.device) -> float | Tensor:
 def riemannian(
     problem: Problem, geometry: str, momentum: float, mode: str = "eager"
 ) -> RiemannianSGD:
-    """The library's optimizer as it is timed."""
+    """The library's optimizer as it is timed; the one recommended has a momentum of its own."""
+    lr = _rate(mode, problem.params[0].device)
+    if geometry == RECOMMENDED:
+        return recommended(problem.grids, lr, capturable=mode != "eager")
     return RiemannianSGD(
         problem.grids,
-        _rate(mode, problem.params[0].device),
+        lr,
         geometry=geometry,
         momentum=momentum,
         normalize=NORMALIZATION,
@@ -140,6 +150,20 @@ def _ours(case: Case, geometry: str, momentum: float, mode: str) -> Contender:
         normalization=NORMALIZATION,
         retraction=geometry_for(geometry, case.lefts, case.rights).retractions[0],
         orthonormal=is_isometry(geometry),
+    )
+
+
+def _recommended(case: Case, mode: str) -> Contender:
+    """What users get who choose nothing: a momentum, and whitened steps."""
+    geometry = geometry_for(DEFAULTS["geometry"], case.lefts, case.rights)
+    return Contender(
+        RECOMMENDED,
+        mode,
+        None,
+        buffers=1,
+        build=lambda p: _running(riemannian(p, RECOMMENDED, 0.0, mode), p.params),
+        normalization=DEFAULTS["normalize"],
+        retraction=geometry.retractions[0],
     )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from . import ADAMW, Results, Row, WholeStep
 from .contenders import LR
+from .whole_step import BASE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +66,7 @@ def whole_steps_as_cells(rows: Sequence[WholeStep]) -> tuple[Cells, list[Cells]]
     header = ["attention optimizer", "mode", "momentum", "ms a step", "against AdamW", "peak MiB"]
     lines = []
     for row in rows:
-        against = "" if row.momentum is None else f"{row.percent:+.1f}%"
+        against = "" if row.optimizer == BASE else f"{row.percent:+.1f}%"
         cells = [row.optimizer, row.mode, _momentum(row.momentum), _number(row.ms), against]
         lines.append([*cells, f"{row.peak_bytes / _MIB:.1f}"])
     return header, lines

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from ..lab.graphs import beside
 from ..lab.model import Decoder, ModelConfig
 from .cases import AttentionCase, Problem
-from .contenders import adamw, riemannian
+from .contenders import RECOMMENDED, adamw, riemannian
 from .timing import Step, measure
 
 # A repeat lasts for a few steps of a large model, so that few repeats settle the median.
 _BUDGET = 15.0
+BASE = "AdamW everywhere"
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,14 @@ def _model(case: AttentionCase, device: torch.device) -> Decoder:
 
 
 def _optimizers(
-    model: Decoder, device: torch.device, geometry: str | None, momentum: float, mode: str
+    model: Decoder, device: torch.device, geometry: str | None, momentum: float | None, mode: str
 ) -> list[Optimizer]:
     """No geometry means AdamW everywhere."""
     if geometry is None:
         return [adamw(model.parameters(), mode, device)]
     problem = Problem(model.attention_parameters(), model.grids())
     others = model.other_parameters()
-    return [riemannian(problem, geometry, momentum, mode), adamw(others, mode, device)]
+    return [riemannian(problem, geometry, momentum or 0.0, mode), adamw(others, mode, device)]
 
 
 def _update(steps: list[Step], device: torch.device, mode: str) -> Step:
@@ -74,7 +75,7 @@ def _time(
     start: Decoder,
     device: torch.device,
     geometry: str | None,
-    momentum: float,
+    momentum: float | None,
     mode: str,
     repeats: int,
 ) -> tuple[float, int]:
@@ -108,12 +109,16 @@ def time_whole_steps(
     In modes eager and graph: in a graph are the forward pass, the backward pass and both
     optimizers, these on two streams.
     """
-    plan: list[tuple[str, str | None, float]] = []
+    plan: list[tuple[str, str | None, float | None]] = []
     chosen, rates = list(geometries), list(momenta)
     for mode in modes:
         if mode != "compiled":
-            plan.append((mode, None, 0.0))
-            plan += [(mode, geometry, nu) for geometry in chosen for nu in rates]
+            plan.append((mode, None, None))
+            plan += [
+                (mode, geometry, nu)
+                for geometry in chosen
+                for nu in ([None] if geometry == RECOMMENDED else rates)
+            ]
     rows: list[WholeStep] = []
     start = _model(case, device)
     base = 0.0
@@ -122,7 +127,6 @@ def time_whole_steps(
         ms, peak = _time(case, start, device, geometry, nu, mode, repeats)
         if geometry is None:
             base = ms
-        name, momentum = ("AdamW everywhere", None) if geometry is None else (geometry, nu)
-        rows.append(WholeStep(name, mode, momentum, ms, 100 * (ms / base - 1), peak))
+        rows.append(WholeStep(geometry or BASE, mode, nu, ms, 100 * (ms / base - 1), peak))
     progress("done", len(plan), len(plan))
     return rows
