@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rankfold.geometries import GEOMETRIES
+from rankfold.lab import config
 from rankfold.lab.config import OPTIMIZERS, PRESETS, RunConfig, from_dict, preset
 
 
@@ -27,11 +28,11 @@ def test_options_are_read_from_text_and_keys_follow_them() -> None:
 
 
 def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
-    config = preset("paper").with_options({"optimizer.lr": 0.5})
-    older = config.as_dict()
+    changed = preset("paper").with_options({"optimizer.lr": 0.5})
+    older = changed.as_dict()
     del older["optimizer"]["nesterov"], older["training"]["graph"]
-    assert from_dict(older).key == config.key
-    assert config.key != preset("paper").key
+    assert from_dict(older).key == changed.key
+    assert changed.key != preset("paper").key
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
                 f"tilted_products vo needs a geometry: with {name} leave it at all",
             )
             for name in OPTIMIZERS
-            if name not in GEOMETRIES
+            if name not in (*GEOMETRIES, config.RECOMMENDED)
         ),
         (
             {"optimizer.name": "fixed-quotient", "optimizer.tilted_products": "vo"},
@@ -82,6 +83,10 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"optimizer.name": "sgd"}, "one of adamw, muon, whitened, dion, frozen, fixed-embedded"),
         ({"optimizer.momentum": 1}, r"in \[0, 1\)"),
         ({"optimizer.dion_rank": 0}, r"in \(0, 1\]"),
+        (
+            {"optimizer.name": "recommended", "optimizer.tilt": 0.5},
+            "tilt is chosen by recommended.*set optimizer.name to a geometry",
+        ),
         ({"optimizer.normalize": "l2"}, "one of metric, spectral, none, whitened"),
         ({"optimizer.normalize": "schatten-0"}, "a number from 1 to inf"),
         ({"training.annealing": "exp"}, "one of none, linear, cosine"),
@@ -99,6 +104,22 @@ def test_either_can_be_of_some_products_alone(name: str) -> None:
     tilted = RunConfig().with_options({**told, f"optimizer.{name}": 0.5})
     assert tilted.with_options({"optimizer.tilted_products": "all"}).key == tilted.key
     assert tilted.with_options({"optimizer.tilted_products": "vo"}).key != tilted.key
+
+
+def test_what_is_recommended_is_part_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a version which recommends something else does not take over older runs."""
+    told = RunConfig().with_options({"optimizer.name": "recommended"})
+    before = told.key
+    monkeypatch.setitem(config.CHOSEN, "tilt", 0.5)
+    assert from_dict(told.as_dict()).key != before
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_compared_can_be_run(name: str) -> None:
+    for optimizer, told in config.COMPARED_AT[name].items():
+        options = {f"optimizer.{option}": value for option, value in told.items()}
+        chosen = preset(name).with_options({"optimizer.name": optimizer, **options})
+        assert chosen.optimizer.lr == told["lr"]
 
 
 def test_unknown_presets_are_named() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import rankfold
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab.config import OptimizerConfig
 from rankfold.lab.model import MODEL_PRESETS, Attention, Decoder
@@ -52,6 +53,28 @@ def test_value_output_products_have_a_rate_of_their_own(name: str, model: str) -
         torch.testing.assert_close(seen["both"][x], seen[like][x], atol=1e-5, rtol=1e-4)
         moved = seen["both"][x] - getattr(start, x).weight
         assert (seen["both"][x] - seen[unlike][x]).norm() > 0.2 * moved.norm()
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-gqa"])
+def test_what_is_recommended_is_what_users_get(model: str) -> None:
+    """The laboratory tells options of its own, and `recommended` those of the library."""
+    ours, theirs = (Decoder(MODEL_PRESETS[model], 50, seed=2) for _ in range(2))
+    stepper, _ = build(ours, OptimizerConfig(name="recommended", lr=2.0**-6))
+    assert stepper is not None
+    optimizer = rankfold.recommended(theirs.grids(), 2.0**-6)
+    for _ in range(3):
+        for decoder in (ours, theirs):
+            decoder.zero_grad()
+            pull(decoder)
+        stepper.step()
+        optimizer.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    start = Decoder(MODEL_PRESETS[model], 50, seed=2)
+    moved = [
+        x for x, y in zip(ours.parameters(), start.parameters(), strict=True) if (x != y).any()
+    ]
+    assert len(moved) == 4 * len(attentions(ours))
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-gqa"])

@@ -11,7 +11,7 @@ import typer
 from ..devices import device_named
 from ..geometries import GEOMETRIES
 from . import records
-from .config import GEOMETRY_RATES, RunConfig, preset
+from .config import COMPARED_AT, RECOMMENDED, RunConfig, preset
 from .options import (
     Data,
     Device,
@@ -39,7 +39,8 @@ _ONLY = ("tune", "final", "report")
 def compare(
     preset_name: Preset = "tiny",
     optimizer: Annotated[
-        list[str] | None, typer.Option(help="Repeatable. Default: adamw and the five geometries.")
+        list[str] | None,
+        typer.Option(help="Repeatable. Default: adamw, muon, the five geometries, recommended."),
     ] = None,
     seeds: Annotated[
         int | None,
@@ -108,10 +109,10 @@ def compare(
         configs = [
             configured(
                 preset(preset_name),
-                {**_rates(preset_name, name), **named, "training.steps": steps},
+                {**_compared(preset_name, name), **named, "training.steps": steps},
                 sets,
             )
-            for name in optimizer or ("adamw", *GEOMETRIES)
+            for name in optimizer or ("adamw", "muon", *GEOMETRIES, RECOMMENDED)
         ]
         configs = [c.with_options({"training.seed": s}) for c in configs for s in range(seeds or 1)]
         outcomes = _make(configs, output / "runs", device, workers)
@@ -134,12 +135,10 @@ def _make(
         return run_sweep(configs, root, device=where, workers=count, done=done)
 
 
-def _rates(preset_name: str, optimizer: str) -> dict[str, Any]:
-    """The optimizer at the learning rate it is compared at."""
-    chosen: dict[str, Any] = {"optimizer.name": optimizer}
-    if optimizer in GEOMETRIES:
-        chosen["optimizer.lr"] = GEOMETRY_RATES[preset_name]
-    return chosen
+def _compared(preset_name: str, optimizer: str) -> dict[str, Any]:
+    """The optimizer, at the options it is compared at."""
+    told = {"name": optimizer, **COMPARED_AT[preset_name].get(optimizer, {})}
+    return {f"optimizer.{name}": value for name, value in told.items()}
 
 
 def _contest(

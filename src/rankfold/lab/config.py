@@ -12,12 +12,22 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, get_type_hints
 
+from ..defaults import OUTPUT_RATE, VALUE_OUTPUT_RATE
+from ..defaults import RECOMMENDED as DEFAULT_OPTIONS
 from ..geometries import GEOMETRIES
 from ..schatten import exponent
 from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
-OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES)
+RECOMMENDED = "recommended"
+OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES, RECOMMENDED)
+# What stands behind `RECOMMENDED`, besides its geometry and rate.
+CHOSEN: dict[str, Any] = {
+    **{name: each for name, each in DEFAULT_OPTIONS.items() if name not in ("geometry", "lr")},
+    "tilted_products": "vo",
+    "vo_rate": VALUE_OUTPUT_RATE,
+    "output_rate": OUTPUT_RATE,
+}
 ANNEALINGS = ("none", "linear", "cosine")
 NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
 TILTED_PRODUCTS = ("all", "vo")
@@ -132,6 +142,8 @@ class RunConfig:
             for name, value in options.items()
             if (group, name) not in WITHOUT_INFLUENCE and value != DEFAULTS[group][name]
         }
+        if self.optimizer.name == RECOMMENDED:  # which a later version may choose otherwise
+            plain["chosen"] = {"geometry": DEFAULT_OPTIONS["geometry"], **CHOSEN}
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:10]
         kind = "mha" if self.model.kv_heads == self.model.heads else "gqa"
         return f"{kind}-{self.optimizer.name}-s{self.training.seed}-{digest}"
@@ -226,6 +238,13 @@ def _check(config: RunConfig) -> None:
                 "optimizer.output_rate needs optimizer.weight_decay 0: with "
                 f"{optimizer.name} both factors decay at one rate"
             )
+    if optimizer.name == RECOMMENDED:
+        for name in CHOSEN:
+            if getattr(optimizer, name) != DEFAULTS["optimizer"][name]:
+                raise ValueError(
+                    f"optimizer.{name} is chosen by {RECOMMENDED}: to choose it yourself, set "
+                    "optimizer.name to a geometry"
+                )
     if optimizer.name in ("adamw", "dion", "frozen"):
         for name in ("tilt", "row_balance"):
             if getattr(optimizer, name):
@@ -291,13 +310,25 @@ PRESETS: dict[str, RunConfig] = {
     "paper-gqa": _paper("paper-gqa"),
 }
 
-# A geometry's learning rate there: from a coarse sweep for the small ones, else the paper's.
-GEOMETRY_RATES = {
-    "tiny": 2.0**-4,
-    "tiny-gqa": 2.0**-4,
-    "paper": 2.0**-8,
-    "paper-mha": 2.0**-8,
-    "paper-gqa": 2.0**-3,
+_SMALL: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 2.0**-11},
+    "muon": {"lr": 2.0**-7, "momentum": 0.8},
+    RECOMMENDED: {"lr": 2.0**-8},
+    **{geometry: {"lr": 2.0**-4} for geometry in GEOMETRIES},
+}
+_PAPER: dict[str, dict[str, Any]] = {
+    "muon": {"lr": 2.0**-9, "vo_rate": 4.0, "momentum": 0.8},
+    RECOMMENDED: {"lr": 2.0**-7},
+    **{geometry: {"lr": 2.0**-8} for geometry in GEOMETRIES},
+}
+# At what optimizers are compared where nothing else is said: each at the best rate of a coarse
+# sweep for the small models, at the paper's or, for those it does not have, the contest's else.
+COMPARED_AT: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": _SMALL,
+    "tiny-gqa": {**_SMALL, RECOMMENDED: {"lr": 2.0**-7}},
+    "paper": _PAPER,
+    "paper-mha": _PAPER,
+    "paper-gqa": {**_PAPER, **{geometry: {"lr": 2.0**-3} for geometry in GEOMETRIES}},
 }
 
 

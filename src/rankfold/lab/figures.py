@@ -26,6 +26,7 @@ _STYLES: dict[str, tuple[str, str]] = {
     "isometry-embedded": ("#008c00", "--"),
     "isometry-quotient": ("#d90000", "--"),
     "isometry-canonical": ("#800080", "--"),
+    "recommended": ("#d6008f", "-"),
     "frozen": ("#8c8c8c", ":"),
     "muon": ("#7a4a21", "-."),
     "whitened": ("#00a0e0", "-."),

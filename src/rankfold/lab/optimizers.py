@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from .. import kernels
+from ..defaults import RECOMMENDED as DEFAULT_OPTIONS
 from ..defaults import is_value_output
 from ..factors import Grid
 from ..geometries import is_isometry
@@ -20,7 +21,7 @@ from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
 from ..whitening import Manner
-from .config import OptimizerConfig
+from .config import CHOSEN, RECOMMENDED, OptimizerConfig
 from .dion import Dion
 from .model import Decoder
 from .muon import Muon, Whitened
@@ -257,6 +258,8 @@ def build(
             param.requires_grad_(False)
         return None, rest
     grids = model.grids()
+    if config.name == RECOMMENDED:
+        config = replace(config, name=DEFAULT_OPTIONS["geometry"], **CHOSEN)
     if config.name not in _RIVALS:
         return Riemannian(grids, config, graph), rest
     make = _RIVALS[config.name]
