@@ -114,6 +114,23 @@ def test_what_is_recommended_is_part_of_a_run(monkeypatch: pytest.MonkeyPatch) -
     assert from_dict(told.as_dict()).key != before
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "option", "value", "shown"),
+    [
+        ("recommended", "optimizer.momentum", 0.0, 0.8),
+        ("recommended", "optimizer.lr", 0.1, 0.1),
+        ("recommended", "training.seed", 3, 3),
+        ("adamw", "optimizer.momentum", 0.0, 0.9),
+        ("adamw", "optimizer.momentum", 0.5, 0.5),
+        ("muon", "optimizer.momentum", 0.0, 0.0),
+    ],
+)
+def test_reports_show_what_options_come_to(
+    optimizer: str, option: str, value: float, shown: float
+) -> None:
+    assert config.in_effect(option, value, optimizer) == shown
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_compared_can_be_run(name: str) -> None:
     for optimizer, told in config.COMPARED_AT[name].items():

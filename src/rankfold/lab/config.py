@@ -20,6 +20,7 @@ from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
 RECOMMENDED = "recommended"
+ADAMW_MOMENTUM = 0.9  # its first beta, where no other is asked for
 OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES, RECOMMENDED)
 # What stands behind `RECOMMENDED`, besides its geometry and rate.
 CHOSEN: dict[str, Any] = {
@@ -273,6 +274,14 @@ def _check(config: RunConfig) -> None:
             "a CUDA graph measures nothing on the way: set training.diagnostics_every to 0 or "
             "training.graph to false"
         )
+
+
+def in_effect(option: str, value: Any, optimizer: str) -> Any:
+    """What an option comes to, by its dotted name: some optimizers have values of their own."""
+    name = option.removeprefix("optimizer.")
+    if optimizer == RECOMMENDED and name != option:
+        return CHOSEN.get(name, value)
+    return ADAMW_MOMENTUM if (optimizer, name) == ("adamw", "momentum") and not value else value
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
 from ..whitening import Manner
-from .config import CHOSEN, RECOMMENDED, OptimizerConfig
+from .config import ADAMW_MOMENTUM, CHOSEN, RECOMMENDED, OptimizerConfig
 from .dion import Dion
 from .model import Decoder
 from .muon import Muon, Whitened
@@ -76,7 +76,7 @@ class WideAdamW:
         self.inner = AdamW(
             self.wide,
             lr=_rate(lr, self.wide[0], capturable),
-            betas=(momentum or 0.9, 0.999),
+            betas=(momentum or ADAMW_MOMENTUM, 0.999),
             weight_decay=weight_decay,
             fused=True,
             capturable=capturable,

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from . import figures
+from .config import in_effect
 from .figures import Picture, in_order, label, rate, write_figures
 from .rate_figures import rate_figures
 from .records import Curve, Run
@@ -206,7 +207,7 @@ def _row(study: Study, setting: Setting, names: Sequence[str]) -> Row:
     rivals = sum(other.optimizer == setting.optimizer for other in study.settings)
     return Row(
         label(setting.optimizer),
-        [_option(name, setting.options.get(name)) for name in names],
+        [_option(n, in_effect(n, setting.options.get(n), setting.optimizer)) for n in names],
         _numbers(study, setting),
         _status(setting),
         rivals if rivals > 1 and study.best.get(setting.optimizer) is setting else 0,
