@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from rankfold import Factor, Grid, RiemannianSGD, kernels, orthonormalize_, tall
+from rankfold import Factor, Grid, RiemannianSGD, kernels, orthonormalize_, recommended, tall
 
 from .interpreted import INTERPRETED
 from .reference import GEOMETRIES, ISOMETRIES
@@ -41,13 +41,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def layers(count: int, width: int) -> list[Grid]:
     """Query·key and value·output products of some layers, two heads each, with gradients."""
     torch.manual_seed(0)
-    grids = []
+    grids: list[Grid] = []
     for _ in range(count):
         q, k, v, o = (torch.nn.Parameter(torch.randn(width, width) / 8) for _ in range(4))
-        for left, right, axis in ((q, k, 0), (o, v, 1)):
-            grids.append(
-                Grid(Factor(left, axis=axis, blocks=2), Factor(right, axis=0, blocks=2), groups=2)
-            )
+        for kind, left, right, axis in (("qk", q, k, 0), ("vo", o, v, 1)):
+            one, other = Factor(left, axis=axis, blocks=2), Factor(right, axis=0, blocks=2)
+            grids.append(Grid(one, other, groups=2, name=f"layer{len(grids) // 2}.{kind}"))
     for grid in grids:
         for param in grid.params():
             param.grad = torch.randn_like(param)
@@ -67,6 +66,25 @@ def test_a_step_is_one_graph(
     optimizer = RiemannianSGD(
         grids, torch.tensor(0.01), geometry=geometry, momentum=momentum, capturable=True
     )
+    trace_step(optimizer, traced, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:the factor gradients of")
+@pytest.mark.parametrize("rank", [64, 128])
+def test_so_is_what_is_recommended(
+    rank: int, traced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query·key products go without the tilt of the others."""
+    monkeypatch.setattr(kernels, "enabled", False)
+    optimizer = recommended(layers(3, 2 * rank), torch.tensor(0.01), capturable=True)
+    assert len({grid.tilted for grid in optimizer.param_groups[0]["grids"]}) == 2
+    trace_step(optimizer, traced, monkeypatch)
+
+
+def trace_step(
+    optimizer: RiemannianSGD, traced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trace a step with kernels, after one without; it must be one graph."""
     optimizer.step()  # a first step checks what a compiled one does not
     monkeypatch.setattr(kernels, "enabled", True)
     (joint,) = optimizer._plans_of([0])
