@@ -77,11 +77,7 @@ def plot(
         lr = torch.as_tensor(lr)
         clipped = (lr > LONGEST_CAPTURED).expand(batch)
         lr = lr.clamp(max=LONGEST_CAPTURED)
-    signed = lr if options.maximize else -lr
-    if isinstance(signed, Tensor):
-        scale = signed.to(grad.left.dtype).expand(batch)
-    else:
-        scale = grad.left.new_full((batch,), signed)
+    scale = _per_member(lr if options.maximize else -lr, batch, grad.left)
     if options.growth:
         scale = scale * _size(geometry, frame, grad) ** options.growth
     if running is not None:
@@ -93,6 +89,15 @@ def plot(
     kept = None if momentum is None else course.momentum
     # Kernels read a number a member.
     return course._replace(scale=course.scale.contiguous(), momentum=kept, clipped=clipped)
+
+
+def _per_member(lr: float | Tensor, batch: int, like: Tensor) -> Tensor:
+    """A learning rate (batch,), perhaps of stride 0, of the dtype and on the device of ``like``."""
+    if not isinstance(lr, Tensor):
+        return like.new_full((batch,), lr)
+    if lr.device == like.device:
+        return lr.to(like.dtype).expand(batch)
+    return lr * like.new_ones(batch)  # of 0 dimensions and on the host, it is read there
 
 
 def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
