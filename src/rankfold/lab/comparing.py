@@ -80,7 +80,7 @@ def compare(
         bool, typer.Option("--dry-run", help="Only say what the contest has to run.")
     ] = False,
 ) -> None:
-    """Train with AdamW and with the geometries, or hold the contest, and write a report page."""
+    """Train with AdamW, Muon and all of ours, or hold the contest, and write a report page."""
     from .report import write_report
 
     named = data_options(data, validation, tokenizer, ranks)
