@@ -195,6 +195,7 @@ class Imagined:
         replace(kernels, "serve", lambda *x: x[0].dtype == torch.float32)
         replace(kernels, "serve_small", lambda *x: kernels.serve(*x))
         replace(kernels, "available", lambda device: True)
+        replace(tall, "by_columns", lambda x: False)  # which is for a CPU alone
         optimizer.step()  # makes the tables of addresses
         with watcher:
             optimizer.step()
@@ -223,15 +224,15 @@ def test_memory_of_a_step(name: str, momentum: float, imagined: Imagined) -> Non
 LAUNCHES = {
     ("fixed-embedded", 0.0): 41,
     ("fixed-embedded", 0.9): 61,
-    ("fixed-quotient", 0.0): 43,
-    ("fixed-quotient", 0.9): 49,
+    ("fixed-quotient", 0.0): 41,
+    ("fixed-quotient", 0.9): 47,
     ("isometry-embedded", 0.0): 44,
     ("isometry-embedded", 0.9): 67,
     ("isometry-quotient", 0.0): 36,
     ("isometry-quotient", 0.9): 43,
     ("isometry-canonical", 0.0): 46,
     ("isometry-canonical", 0.9): 56,
-    ("recommended", 0.8): 101,
+    ("recommended", 0.8): 98,
 }
 
 
