@@ -25,6 +25,16 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).abs().max())
 
 
+@pytest.mark.parametrize("shape", [(5, 128, 64), (5, 7, 3), (3, 2, 40, 48), (2, 17, 100)])
+def test_inner_products_of_any_shape(shape: tuple[int, ...]) -> None:
+    """By parts that divide a row or a column, or in one piece."""
+    x, y = torch.randn(2, *shape, dtype=torch.float64)
+    expected = (x * y).sum((-2, -1))
+    torch.testing.assert_close(tall.inner(x, y), expected)
+    columns = [each.mT.contiguous().mT for each in (x, y)]
+    torch.testing.assert_close(tall.inner(columns[0], columns[1]), expected)
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-5, 3e-4, 4e-3, 0.02, 0.05, 0.3])
 def test_inverse_roots_of_every_size_of_error(size: float) -> None:
     gram = (torch.eye(6, dtype=torch.float64) + symmetric([size] * 5)).float()

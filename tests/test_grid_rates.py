@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankfold import Factor, Grid, RiemannianSGD, recommended
-from rankfold.geometries.course import _per_member
+from rankfold.geometries.course import _spread
 
 from .parts import CASES, Parts
 from .reference import GEOMETRIES
@@ -154,7 +154,7 @@ def test_a_rate_on_the_host_serves_members_elsewhere() -> None:
     """As a 0-dim tensor that no graph is to record; on the meta device no mix goes unnoticed."""
     elsewhere = torch.empty(3, 1, 2, 2, device="meta")
     for lr in (0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)):
-        found = _per_member(lr, 3, elsewhere)
+        found = _spread(lr, 3, elsewhere)
         assert (found.shape, found.device.type, found.dtype) == ((3,), "meta", torch.float32)
-        here = _per_member(lr, 3, torch.empty(3, 1, 2, 2))
+        here = _spread(lr, 3, torch.empty(3, 1, 2, 2))
         assert torch.equal(here, torch.full((3,), 0.5))

@@ -220,7 +220,7 @@ def test_memory_of_a_step(name: str, momentum: float, imagined: Imagined) -> Non
 
 
 # Kernels and small operations of a step, without and with momentum. In a graph each takes a
-# microsecond or two however small it is, and a step at the paper's size some hundred of these.
+# microsecond or two, however small it is.
 LAUNCHES = {
     ("fixed-embedded", 0.0): 41,
     ("fixed-embedded", 0.9): 61,
@@ -245,7 +245,6 @@ def test_launches_of_a_step(name: str, momentum: float, imagined: Imagined) -> N
         else RiemannianSGD([imagined.grid], lr, geometry=name, momentum=momentum, capturable=True)
     )
     launches = Launches()
-
     imagined.watched_step(optimizer, launches, launches.add)
     assert launches.count <= LAUNCHES[name, momentum]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rankfold import Grid, RiemannianSGD, recommended
 from rankfold.geometries import Pair
-from rankfold.whitening import TILTS, Manner, whiten
+from rankfold.whitening import TILTS, Manner, _power, whiten
 
 from .points import GRIDS, Case, stacked
 from .schatten_cases import raised, step_direction
@@ -105,6 +105,18 @@ def test_gradients_of_lower_rank(
         torch.testing.assert_close(length, found.squares.double(), rtol=rounding, atol=0)
     off = (made[0] - made[1]).flatten(1).norm(dim=1) / made[1].flatten(1).norm(dim=1)
     assert off.max() < 2 * rounding
+
+
+@pytest.mark.parametrize("tilt", [0.125, 0.25, 0.5])
+def test_powers_lose_little_to_rounding(tilt: float) -> None:
+    """Less than begun at the ridge of their roots, from where rounding grows with every step."""
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(20, 64, 64, generator=generator, dtype=torch.float64)
+    vectors = torch.linalg.qr(noise).Q
+    values = 2.0 ** -torch.linspace(0, 8, 64, dtype=torch.float64)
+    found = _power(((vectors * values) @ vectors.mT).float(), tilt).double()
+    off = torch.linalg.matrix_norm(found - (vectors * values**tilt) @ vectors.mT, 2)
+    assert off.max() < 50 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("geometry", ["fixed-quotient", "fixed-embedded"])

@@ -123,11 +123,12 @@ def _rate(mode: str, device: torch.device) -> float | Tensor:
 
 
 def riemannian(
-    problem: Problem, geometry: str, momentum: float, mode: str = "eager"
+    problem: Problem, geometry: str, momentum: float | None, mode: str = "eager"
 ) -> RiemannianSGD:
-    """The library's optimizer as it is timed; the one recommended has a momentum of its own."""
+    """The library's optimizer as it is timed; None for the one recommended, which has its own."""
     lr = _rate(mode, problem.params[0].device)
-    if geometry == RECOMMENDED:
+    if momentum is None:
+        assert geometry == RECOMMENDED
         return recommended(problem.grids, lr, capturable=mode != "eager")
     return RiemannianSGD(
         problem.grids,
@@ -161,7 +162,7 @@ def _recommended(case: Case, mode: str) -> Contender:
         mode,
         None,
         buffers=1,
-        build=lambda p: _running(riemannian(p, RECOMMENDED, 0.0, mode), p.params),
+        build=lambda p: _running(riemannian(p, RECOMMENDED, None, mode), p.params),
         normalization=DEFAULTS["normalize"],
         retraction=geometry.retractions[0],
     )

@@ -54,7 +54,7 @@ def _optimizers(
         return [adamw(model.parameters(), mode, device)]
     problem = Problem(model.attention_parameters(), model.grids())
     others = model.other_parameters()
-    return [riemannian(problem, geometry, momentum or 0.0, mode), adamw(others, mode, device)]
+    return [riemannian(problem, geometry, momentum, mode), adamw(others, mode, device)]
 
 
 def _update(steps: list[Step], device: torch.device, mode: str) -> Step:

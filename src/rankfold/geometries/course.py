@@ -44,7 +44,7 @@ class Course(NamedTuple):
     clipped: Tensor | None
 
 
-class Kept(NamedTuple):
+class _Kept(NamedTuple):
     """One side of the vector to keep, and of the one a step goes along."""
 
     kept: Tensor
@@ -77,7 +77,7 @@ def plot(
         lr = torch.as_tensor(lr)
         clipped = (lr > LONGEST_CAPTURED).expand(batch)
         lr = lr.clamp(max=LONGEST_CAPTURED)
-    scale = _per_member(lr if options.maximize else -lr, batch, grad.left)
+    scale = _spread(lr if options.maximize else -lr, batch, grad.left)
     if options.growth:
         scale = scale * _size(geometry, frame, grad) ** options.growth
     if running is not None:
@@ -91,7 +91,7 @@ def plot(
     return course._replace(scale=course.scale.contiguous(), momentum=kept, clipped=clipped)
 
 
-def _per_member(lr: float | Tensor, batch: int, like: Tensor) -> Tensor:
+def _spread(lr: float | Tensor, batch: int, like: Tensor) -> Tensor:
     """A learning rate (batch,), perhaps of stride 0, of the dtype and on the device of ``like``."""
     if not isinstance(lr, Tensor):
         return like.new_full((batch,), lr)
@@ -161,16 +161,16 @@ def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
 
 
 def _added(options: StepOptions, old: Pair, scale: Tensor, new: Pair) -> tuple[Pair, Pair]:
-    """ν ``old`` + ``scale`` ``new``, with a scale (batch,), and where a step goes with that.
+    """The vector to keep, ν ``old`` + ``scale`` ``new`` with a scale (batch,), and one to go along.
 
-    Which is there, or with nesterov as far as a further gradient like this one would take it.
+    Both are one, but for a look ahead, where the same is done to it once more.
     """
 
-    def added(x: Tensor, y: Tensor, share: Tensor) -> Kept:
+    def added(x: Tensor, y: Tensor, share: Tensor) -> _Kept:
         kept = tall.step(x, y, share, weight=options.momentum)
         if not options.nesterov:
-            return Kept(kept, kept)
-        return Kept(kept, tall.step(kept, y, share, weight=options.momentum))
+            return _Kept(kept, kept)
+        return _Kept(kept, tall.step(kept, y, share, weight=options.momentum))
 
     left, right = both(added, old, new, (scale, scale))
     kept = Pair(left.kept, right.kept)

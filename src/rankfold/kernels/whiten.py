@@ -66,7 +66,7 @@ def _even_kernel(
 ):  # fmt: skip
     """One factor's part of `whitening._even`, from the Gram matrix of what is raised on.
 
-    Comparisons let NaN through, which is what stops its member.
+    Bounds are taken by comparisons, which let NaN through: it is what stops its member.
     """
     P: tl.constexpr = PRECISION
     place, inside, eye = tile(r, R)
@@ -159,16 +159,16 @@ def even(
     """
     raised, first, own = raised.contiguous(), first.contiguous(), own.contiguous()
     made, squares = torch.empty_like(first), torch.empty_like(own)
-    told, halvings = numbers, numbers.halvings or []
+    halvings = numbers.halvings or []
     nothing = Spectrum(1.0, 1.0, 0)
     one, two, three = [*halvings, nothing, nothing, nothing][:3]
     if own.numel():
         _even_kernel[(own.numel(),)](
             raised, first, own, own if share is None else share.contiguous(),
             own if tilted is None else tilted.contiguous(), made, squares,
-            own.shape[1], raised.shape[-1], told.floor, told.partners, told.smallest, told.part,
-            least_norm(own.dtype) ** 2, *told.raised, one.smallest, told.largest,
-            one.low, one.steps, two.low, two.steps, three.low, three.steps,
+            own.shape[1], raised.shape[-1], numbers.floor, numbers.partners, numbers.smallest,
+            numbers.part, least_norm(own.dtype) ** 2, *numbers.raised, one.smallest,
+            numbers.largest, one.low, one.steps, two.low, two.steps, three.low, three.steps,
             HALVINGS=len(halvings), TILT=numbers.halvings is not None, SHARED=share is not None,
             MASKED=tilted is not None, **launch(raised.shape[-1]),
         )  # fmt: skip

@@ -278,10 +278,12 @@ def _check(config: RunConfig) -> None:
 
 def in_effect(option: str, value: Any, optimizer: str) -> Any:
     """What an option comes to, by its dotted name: some optimizers have values of their own."""
-    name = option.removeprefix("optimizer.")
-    if optimizer == RECOMMENDED and name != option:
+    group, _, name = option.partition(".")
+    if group == "optimizer" and optimizer == RECOMMENDED:
         return CHOSEN.get(name, value)
-    return ADAMW_MOMENTUM if (optimizer, name) == ("adamw", "momentum") and not value else value
+    if (optimizer, option) == ("adamw", "optimizer.momentum"):
+        return value or ADAMW_MOMENTUM
+    return value
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
