@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +131,27 @@ def test_reports_show_what_options_come_to(
     optimizer: str, option: str, value: float, shown: float
 ) -> None:
     assert config.in_effect(option, value, optimizer) == shown
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gqa"])
+def test_small_models_are_compared_at_the_best_rates_of_the_sweep(name: str) -> None:
+    """All geometries at one, the best of those at which all have been tried."""
+    path = Path(__file__).parents[1] / "benchmarks/results/small-models/rates.csv"
+    losses: dict[str, dict[float, list[float]]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["preset"] == name:
+                kind = "geometry" if row["optimizer"] in GEOMETRIES else row["optimizer"]
+                of_kind = losses.setdefault(kind, {})
+                of_kind.setdefault(float(row["lr"]), []).append(float(row["loss"]))
+    most = {kind: max(map(len, of_kind.values())) for kind, of_kind in losses.items()}
+    assert most == {"adamw": 1, "muon": 1, "recommended": 1, "geometry": len(GEOMETRIES)}
+    for optimizer, told in config.COMPARED_AT[name].items():
+        kind = "geometry" if optimizer in GEOMETRIES else optimizer
+        tried = {lr: sum(x) for lr, x in losses[kind].items() if len(x) == most[kind]}
+        best = min(tried, key=lambda lr: tried[lr])
+        assert told["lr"] == best
+        assert min(losses[kind]) < best < max(losses[kind])  # at neither end of the line
 
 
 @pytest.mark.parametrize("name", PRESETS)

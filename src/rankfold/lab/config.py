@@ -332,11 +332,17 @@ _PAPER: dict[str, dict[str, Any]] = {
     RECOMMENDED: {"lr": 2.0**-7},
     **{geometry: {"lr": 2.0**-8} for geometry in GEOMETRIES},
 }
-# At what optimizers are compared where nothing else is said: each at the best rate of a coarse
-# sweep for the small models, at the paper's or, for those it does not have, the contest's else.
+# At what optimizers are compared where nothing else is said. For the small models that is the best
+# rate of a coarse sweep, one for all geometries (benchmarks/results/small-models/rates.csv); else the
+# paper's or, for those it does not have, the contest's.
 COMPARED_AT: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": _SMALL,
-    "tiny-gqa": {**_SMALL, RECOMMENDED: {"lr": 2.0**-7}},
+    "tiny-gqa": {
+        **_SMALL,
+        "adamw": {"lr": 2.0**-12},
+        RECOMMENDED: {"lr": 2.0**-7},
+        **{geometry: {"lr": 2.0**-2} for geometry in GEOMETRIES},
+    },
     "paper": _PAPER,
     "paper-mha": _PAPER,
     "paper-gqa": {**_PAPER, **{geometry: {"lr": 2.0**-3} for geometry in GEOMETRIES}},
