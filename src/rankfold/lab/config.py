@@ -333,8 +333,8 @@ _PAPER: dict[str, dict[str, Any]] = {
     **{geometry: {"lr": 2.0**-8} for geometry in GEOMETRIES},
 }
 # At what optimizers are compared where nothing else is said. For the small models that is the best
-# rate of a coarse sweep, one for all geometries (benchmarks/results/small-models/rates.csv); else the
-# paper's or, for those it does not have, the contest's.
+# rate of a coarse sweep (benchmarks/results/small-models/rates.csv), one for all geometries; else
+# the paper's or, for those it does not have, the contest's.
 COMPARED_AT: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": _SMALL,
     "tiny-gqa": {
