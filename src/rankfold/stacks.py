@@ -299,6 +299,8 @@ def plans_for(grids: Sequence[tuple[str, Grid]]) -> list[Plan]:
     by_device: dict[torch.device, list[tuple[str, Grid]]] = {}
     for name, grid in grids:
         by_device.setdefault(grid.params()[0].device, []).append((name, grid))
+    if any(device.type == "cpu" for device in by_device):
+        workspace.keep_freed_memory()
     return [
         Plan(part)
         for device, there in by_device.items()
