@@ -155,9 +155,11 @@ def fixed_embedded(
     r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b = (
         x.contiguous() for x in (*triangles, *inverses, *grams, *inner)
     )
-    # Behind each other, so that what is of both sides can be taken for one.
-    p, pulled, q, f, grow_a, grow_b, z_a, z_b, change_a, change_b, *made = k.new_empty(
-        18, *k.shape
+    # Behind each other, so that what is of both sides can be taken for one; apart from what nobody
+    # needs afterwards.
+    made = k.new_empty(8, *k.shape).unbind()
+    p, pulled, q, f, grow_a, grow_b, z_a, z_b, change_a, change_b = k.new_empty(
+        10, *k.shape
     ).unbind()
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch, 2)
@@ -175,7 +177,7 @@ def fixed_embedded(
         r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b, scale,
         q, f, z_a, z_b, change_a, change_b, *made, norm, r, **how,
     )  # fmt: skip
-    return made[:4], made[4:], moved, norm.sum(1)
+    return list(made[:4]), list(made[4:]), moved, norm.sum(1)
 
 
 @triton.jit
@@ -256,10 +258,10 @@ def isometry_embedded(
     """
     k, xx, yy, scale = (x.contiguous() for x in (k, *grams, scale))
     rest = [x.contiguous() for x in (*own, *inner)]
-    p, f, *made = k.new_empty(8, *k.shape).unbind()
+    made, (p, f) = k.new_empty(6, *k.shape).unbind(), k.new_empty(2, *k.shape).unbind()
     batch, r, _ = k.shape
     moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
     how = launch(r)
     _isometry_core_kernel[(batch,)](k, xx, yy, scale, p, f, moved, r, ITERATIONS=iterations, **how)
     _isometry_moves_kernel[(batch,)](xx, yy, *rest, scale, p, f, *made, norm, r, **how)
-    return made[:4], made[4:], moved, norm
+    return list(made[:4]), list(made[4:]), moved, norm

@@ -45,7 +45,8 @@ def train(
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="Of the attention weights: adamw, muon, whitened, dion, frozen or a geometry."
+            help="Of the attention weights: adamw, muon, whitened, dion, frozen, recommended or a "
+            "geometry."
         ),
     ] = None,
     lr: Annotated[str | None, typer.Option(help="Its learning rate, like 0.01 or 2^-8.")] = None,

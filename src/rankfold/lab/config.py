@@ -43,7 +43,8 @@ class OptimizerConfig:
     """Who updates the query, key, value and output weights, and AdamW on all others.
 
     ``name`` is "adamw", "muon" (on each head's factors), "whitened" (Muon on pairs of them, see
-    `lab/muon.py`), "dion" (`lab/dion.py`), "frozen" (they stay as they began) or a geometry.
+    `lab/muon.py`), "dion" (`lab/dion.py`), "frozen" (they stay as they began), a geometry, or
+    "recommended", whose options are those of `rankfold.recommended`.
     ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
     own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``dion_rank`` the share of a
     head's rank that Dion's updates have. ``lr`` is that of query·key products; value·output ones go
