@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from rankfold.bench import PRESETS, check_modes, run, stacked_case
 from rankfold.bench import __main__ as bench_main
 from rankfold.bench.cases import Case, orthonormalize_quickly
-from rankfold.bench.contenders import ADAMW, LR, RECOMMENDED, LiteralSGD, enlist, riemannian
+from rankfold.bench.contenders import ADAMW, LR, LiteralSGD, enlist, riemannian
 from rankfold.bench.timing import measure, peak_bytes
 from rankfold.cli import app
+from rankfold.defaults import RECOMMENDED_NAME
 from rankfold.geometries import GEOMETRIES, is_isometry
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def test_the_csv_has_a_row_for_each_contender(tiny: tuple[str, Path]) -> None:
     assert {r["retraction"] for r in ours} == {"svd", "additive", "polar"}
     assert all(float(r["ms"]) > 0 and int(r["peak_bytes"]) > 0 for r in ours)
     assert len({(r["contender"], r["momentum"]) for r in rows}) == len(rows)
-    (chosen,) = (r for r in rows if r["contender"] == RECOMMENDED)
+    (chosen,) = (r for r in rows if r["contender"] == RECOMMENDED_NAME)
     assert (chosen["momentum"], chosen["normalization"]) == ("", "whitened")
     assert int(chosen["state_bytes"]) == 2 * 4 * 32 * 32 * 4  # one momentum
 
@@ -99,7 +100,7 @@ def test_ratios_and_floors_are_what_they_are_called(tiny: tuple[str, Path]) -> N
     adamw = rows[0]
     assert adamw["contender"] == ADAMW
     weights = 2 * 4 * 32 * 32 * 4
-    buffers = {ADAMW: 2, "Muon": 1, "PEFT Riemannian AdamW": 2, RECOMMENDED: 1}
+    buffers = {ADAMW: 2, "Muon": 1, "PEFT Riemannian AdamW": 2, RECOMMENDED_NAME: 1}
     bandwidth = json.loads((tiny[1] / "machine.json").read_text(encoding="utf-8"))
     bandwidth = bandwidth["cases"]["tiny"]["copy_bytes_per_second"]
     for row in rows:
@@ -126,7 +127,7 @@ def test_the_other_files(tiny: tuple[str, Path]) -> None:
     assert [r["optimizer"] for r in steps] == [
         "AdamW everywhere",
         *(g for g in GEOMETRIES for _ in range(2)),
-        RECOMMENDED,
+        RECOMMENDED_NAME,
     ]
     base = float(steps[0]["ms"])
     for row in steps:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rankfold.defaults import RECOMMENDED_NAME
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import config
 from rankfold.lab.config import OPTIMIZERS, PRESETS, RunConfig, from_dict, preset
@@ -69,7 +70,7 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
                 f"tilted_products vo needs a geometry: with {name} leave it at all",
             )
             for name in OPTIMIZERS
-            if name not in (*GEOMETRIES, config.RECOMMENDED)
+            if name not in (*GEOMETRIES, RECOMMENDED_NAME)
         ),
         (
             {"optimizer.name": "fixed-quotient", "optimizer.tilted_products": "vo"},

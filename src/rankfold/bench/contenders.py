@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from ..defaults import RECOMMENDED as DEFAULTS
-from ..defaults import recommended
+from ..defaults import RECOMMENDED, RECOMMENDED_NAME, recommended
 from ..geometries import GEOMETRIES, Pair, StepOptions, geometry_for, is_isometry
 from ..optimizer import RiemannianSGD
 from .cases import Case, Problem
@@ -24,8 +23,7 @@ LR = 0.01
 NORMALIZATION = "metric"
 NORM_FLOOR = 2**-23
 ADAMW = "AdamW (fused)"
-RECOMMENDED = "recommended"
-OURS = (*GEOMETRIES, RECOMMENDED)
+OURS = (*GEOMETRIES, RECOMMENDED_NAME)
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def enlist(
             elif "eager" in modes:
                 found += make(momenta)
     for geometry in geometries:
-        if geometry == RECOMMENDED:
+        if geometry == RECOMMENDED_NAME:
             found += [_recommended(case, mode) for mode in modes]
             continue
         for momentum in momenta:
@@ -128,7 +126,7 @@ def riemannian(
     """The library's optimizer as it is timed; None for the one recommended, which has its own."""
     lr = _rate(mode, problem.params[0].device)
     if momentum is None:
-        assert geometry == RECOMMENDED
+        assert geometry == RECOMMENDED_NAME
         return recommended(problem.grids, lr, capturable=mode != "eager")
     return RiemannianSGD(
         problem.grids,
@@ -156,14 +154,14 @@ def _ours(case: Case, geometry: str, momentum: float, mode: str) -> Contender:
 
 def _recommended(case: Case, mode: str) -> Contender:
     """What users get who choose nothing: a momentum, and whitened steps."""
-    geometry = geometry_for(DEFAULTS["geometry"], case.lefts, case.rights)
+    geometry = geometry_for(RECOMMENDED["geometry"], case.lefts, case.rights)
     return Contender(
-        RECOMMENDED,
+        RECOMMENDED_NAME,
         mode,
         None,
         buffers=1,
-        build=lambda p: _running(riemannian(p, RECOMMENDED, None, mode), p.params),
-        normalization=DEFAULTS["normalize"],
+        build=lambda p: _running(riemannian(p, RECOMMENDED_NAME, None, mode), p.params),
+        normalization=RECOMMENDED["normalize"],
         retraction=geometry.retractions[0],
     )
 

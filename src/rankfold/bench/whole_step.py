@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from ..defaults import RECOMMENDED_NAME
 from ..lab.graphs import beside
 from ..lab.model import Decoder, ModelConfig
 from .cases import AttentionCase, Problem
-from .contenders import RECOMMENDED, adamw, riemannian
+from .contenders import adamw, riemannian
 from .timing import Step, measure
 
 # A repeat lasts for a few steps of a large model, so that few repeats settle the median.
@@ -117,7 +118,7 @@ def time_whole_steps(
             plan += [
                 (mode, geometry, nu)
                 for geometry in chosen
-                for nu in ([None] if geometry == RECOMMENDED else rates)
+                for nu in ([None] if geometry == RECOMMENDED_NAME else rates)
             ]
     rows: list[WholeStep] = []
     start = _model(case, device)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..defaults import RECOMMENDED_NAME
 from ..devices import device_named
 from ..geometries import GEOMETRIES
 from . import records
-from .config import COMPARED_AT, RECOMMENDED, RunConfig, preset
+from .config import COMPARED_AT, RunConfig, preset
 from .options import (
     Data,
     Device,
@@ -112,7 +113,7 @@ def compare(
                 {**_compared(preset_name, name), **named, "training.steps": steps},
                 sets,
             )
-            for name in optimizer or ("adamw", "muon", *GEOMETRIES, RECOMMENDED)
+            for name in optimizer or ("adamw", "muon", *GEOMETRIES, RECOMMENDED_NAME)
         ]
         configs = [c.with_options({"training.seed": s}) for c in configs for s in range(seeds or 1)]
         outcomes = _make(configs, output / "runs", device, workers)

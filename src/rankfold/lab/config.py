@@ -12,19 +12,17 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, get_type_hints
 
-from ..defaults import OUTPUT_RATE, VALUE_OUTPUT_RATE
-from ..defaults import RECOMMENDED as DEFAULT_OPTIONS
+from ..defaults import OUTPUT_RATE, RECOMMENDED, RECOMMENDED_NAME, VALUE_OUTPUT_RATE
 from ..geometries import GEOMETRIES
 from ..schatten import exponent
 from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
-RECOMMENDED = "recommended"
 ADAMW_MOMENTUM = 0.9  # its first beta, where no other is asked for
-OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES, RECOMMENDED)
-# What stands behind `RECOMMENDED`, besides its geometry and rate.
+OPTIMIZERS = ("adamw", "muon", "whitened", "dion", "frozen", *GEOMETRIES, RECOMMENDED_NAME)
+# What stands behind `RECOMMENDED_NAME`, besides its geometry and rate.
 CHOSEN: dict[str, Any] = {
-    **{name: each for name, each in DEFAULT_OPTIONS.items() if name not in ("geometry", "lr")},
+    **{name: each for name, each in RECOMMENDED.items() if name not in ("geometry", "lr")},
     "tilted_products": "vo",
     "vo_rate": VALUE_OUTPUT_RATE,
     "output_rate": OUTPUT_RATE,
@@ -144,8 +142,8 @@ class RunConfig:
             for name, value in options.items()
             if (group, name) not in WITHOUT_INFLUENCE and value != DEFAULTS[group][name]
         }
-        if self.optimizer.name == RECOMMENDED:  # which a later version may choose otherwise
-            plain["chosen"] = {"geometry": DEFAULT_OPTIONS["geometry"], **CHOSEN}
+        if self.optimizer.name == RECOMMENDED_NAME:  # which a later version may choose otherwise
+            plain["chosen"] = {"geometry": RECOMMENDED["geometry"], **CHOSEN}
         digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:10]
         kind = "mha" if self.model.kv_heads == self.model.heads else "gqa"
         return f"{kind}-{self.optimizer.name}-s{self.training.seed}-{digest}"
@@ -240,11 +238,11 @@ def _check(config: RunConfig) -> None:
                 "optimizer.output_rate needs optimizer.weight_decay 0: with "
                 f"{optimizer.name} both factors decay at one rate"
             )
-    if optimizer.name == RECOMMENDED:
+    if optimizer.name == RECOMMENDED_NAME:
         for name in CHOSEN:
             if getattr(optimizer, name) != DEFAULTS["optimizer"][name]:
                 raise ValueError(
-                    f"optimizer.{name} is chosen by {RECOMMENDED}: to choose it yourself, set "
+                    f"optimizer.{name} is chosen by {RECOMMENDED_NAME}: to choose it yourself, set "
                     "optimizer.name to a geometry"
                 )
     if optimizer.name in ("adamw", "dion", "frozen"):
@@ -280,7 +278,7 @@ def _check(config: RunConfig) -> None:
 def in_effect(option: str, value: Any, optimizer: str) -> Any:
     """What an option comes to, by its dotted name: some optimizers have values of their own."""
     group, _, name = option.partition(".")
-    if group == "optimizer" and optimizer == RECOMMENDED:
+    if group == "optimizer" and optimizer == RECOMMENDED_NAME:
         return CHOSEN.get(name, value)
     if (optimizer, option) == ("adamw", "optimizer.momentum"):
         return value or ADAMW_MOMENTUM
@@ -325,12 +323,12 @@ PRESETS: dict[str, RunConfig] = {
 _SMALL: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 2.0**-11},
     "muon": {"lr": 2.0**-7, "momentum": 0.8},
-    RECOMMENDED: {"lr": 2.0**-8},
+    RECOMMENDED_NAME: {"lr": 2.0**-8},
     **{geometry: {"lr": 2.0**-4} for geometry in GEOMETRIES},
 }
 _PAPER: dict[str, dict[str, Any]] = {
     "muon": {"lr": 2.0**-9, "vo_rate": 4.0, "momentum": 0.8},
-    RECOMMENDED: {"lr": 2.0**-7},
+    RECOMMENDED_NAME: {"lr": 2.0**-7},
     **{geometry: {"lr": 2.0**-8} for geometry in GEOMETRIES},
 }
 # At what optimizers are compared where nothing else is said. For the small models that is the best
@@ -341,7 +339,7 @@ COMPARED_AT: dict[str, dict[str, dict[str, Any]]] = {
     "tiny-gqa": {
         **_SMALL,
         "adamw": {"lr": 2.0**-12},
-        RECOMMENDED: {"lr": 2.0**-7},
+        RECOMMENDED_NAME: {"lr": 2.0**-7},
         **{geometry: {"lr": 2.0**-2} for geometry in GEOMETRIES},
     },
     "paper": _PAPER,

@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from .. import kernels
-from ..defaults import RECOMMENDED as DEFAULT_OPTIONS
-from ..defaults import is_value_output
+from ..defaults import RECOMMENDED, RECOMMENDED_NAME, is_value_output
 from ..factors import Grid
 from ..geometries import is_isometry
 from ..geometries.terms import LONGEST_CAPTURED
 from ..optimizer import RiemannianSGD
 from ..schatten import by_products, exponent
 from ..whitening import Manner
-from .config import ADAMW_MOMENTUM, CHOSEN, RECOMMENDED, OptimizerConfig
+from .config import ADAMW_MOMENTUM, CHOSEN, OptimizerConfig
 from .dion import Dion
 from .model import Decoder
 from .muon import Muon, Whitened
@@ -258,8 +257,8 @@ def build(
             param.requires_grad_(False)
         return None, rest
     grids = model.grids()
-    if config.name == RECOMMENDED:
-        config = replace(config, name=DEFAULT_OPTIONS["geometry"], **CHOSEN)
+    if config.name == RECOMMENDED_NAME:
+        config = replace(config, name=RECOMMENDED["geometry"], **CHOSEN)
     if config.name not in _RIVALS:
         return Riemannian(grids, config, graph), rest
     make = _RIVALS[config.name]
