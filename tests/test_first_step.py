@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rankfold import Factor, Grid, RiemannianSGD, attention_grids
+from rankfold import Factor, Grid, RiemannianSGD, attention_grids, checks
+from rankfold.checks import warn_if_inconsistent
 
 from .reference import FIXED, GEOMETRIES, ISOMETRIES
 from .toys import Toy, orthonormal, saying, unchanged
@@ -163,3 +165,111 @@ def test_isometries_need_only_the_skew_parts_to_agree(geometry: str) -> None:
     else:
         with pytest.warns(UserWarning, match=saying("pair[0]", "inconsistent")):
             optimizer.step()
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_gradients_that_say_nothing_are_waited_for(value: float) -> None:
+    """As of heads behind an output that starts at zero, or of a loss scaled too far."""
+    optimizer, loss = linear_pair(0, torch.float32)
+    loss.backward()
+    params = optimizer.param_groups[0]["params"]
+    grads = [p.grad.clone() for p in params]
+    for _ in range(3):
+        for p in params:
+            p.grad.fill_(value)
+        optimizer.step()  # warnings are errors here
+    for p, grad in zip(params, grads, strict=True):
+        p.grad.copy_(grad)
+    with pytest.warns(UserWarning, match="inconsistent"):
+        optimizer.step()
+    optimizer.step()
+
+
+def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at values waits for the device, so that a member without gradients is let be."""
+    looks = 0
+
+    def look(*args: Any) -> list[bool]:
+        nonlocal looks
+        looks += 1
+        return warn_if_inconsistent(*args)
+
+    monkeypatch.setattr(checks, "warn_if_inconsistent", look)
+    optimizer, loss = linear_pair(0, torch.float32)
+    loss.backward()
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.zero_()
+    for _ in range(20):
+        optimizer.step()
+    assert looks == 10 * len({"pair", "heads", "square"})
+
+
+def heads(groups: int, dtype: torch.dtype, lefts: int = 4, rights: int = 4) -> RiemannianSGD:
+    """Heads that go by themselves, as one grid of so many groups, with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (
+        nn.Parameter(torch.cat([orthonormal(9, 3, generator).mT for _ in range(n)]).to(dtype))
+        for n in (lefts, rights)
+    )
+    grid = Grid(
+        Factor(q, axis=0, blocks=lefts), Factor(k, axis=0, blocks=rights), groups=groups, name="qk"
+    )
+    queries, keys = q.view(lefts, 3, 9).mT.double(), k.view(rights, 3, 9).mT.double()
+    products = queries @ keys.mT.repeat_interleave(lefts // rights, 0)
+    target = torch.randn(products.shape, generator=generator, dtype=torch.float64)
+    (products - target).square().sum().backward()
+    return RiemannianSGD([grid], 0.01, geometry="fixed-quotient")
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_forgotten_groups_are_warned_of(dtype: torch.dtype, geometry: str) -> None:
+    for lefts, rights, given, times in ((4, 4, 1, 4), (4, 4, 2, 2), (4, 2, 1, 2), (6, 6, 1, 6)):
+        optimizer = heads(given, dtype, lefts, rights)
+        optimizer.param_groups[0]["geometry"] = geometry
+        words = ("qk[0]", f"{times} products apart", f"groups= were {times} times")
+        with pytest.warns(UserWarning, match=saying(*words)):
+            optimizer.step()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_right_groups_and_true_grids_are_not(dtype: torch.dtype, geometry: str) -> None:
+    for lefts, rights in ((4, 4), (4, 2)):
+        optimizer = heads(rights, dtype, lefts, rights)
+        optimizer.param_groups[0]["geometry"] = geometry
+        optimizer.step()
+    generator = torch.Generator().manual_seed(1)
+    a, b = (
+        [nn.Parameter(orthonormal(9, 3, generator).to(dtype)) for _ in range(count)]
+        for count in (4, 2)
+    )
+    products = torch.stack(tuple(a)).double() @ torch.cat(tuple(b)).double().mT
+    target = torch.randn(products.shape, generator=generator, dtype=torch.float64)
+    (products - target).square().sum().backward()
+    RiemannianSGD([Grid(a, b)], 0.01, geometry=geometry).step()
+
+
+def test_parameters_put_in_the_place_of_a_grids_own() -> None:
+    """As FSDP2 does through Accelerate: the grids would be stepped on and the model would not."""
+    model = Toy()
+    optimizer = RiemannianSGD(model.grids(), 0.1, geometry="fixed-quotient")
+    others = [nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]]
+    optimizer.param_groups[0]["params"] = others
+    for p in others:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=saying("grid 'pair'", "has replaced them", "FSDP2")):
+        optimizer.step()
+
+
+def test_parameters_of_another_shape() -> None:
+    """As FSDP leaves them where it flattens them in place."""
+    model = Toy()
+    optimizer = RiemannianSGD(model.grids(), 0.1, geometry="fixed-quotient")
+    model.loss(0).backward()
+    model.q.grad = None
+    model.q.data = model.q.data.flatten()
+    words = ("grid 'heads'", "left[0]", "(8, 6)", "(48,)", "FSDP")
+    with pytest.raises(RuntimeError, match=saying(*words)):
+        optimizer.step()

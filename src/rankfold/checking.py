@@ -1,16 +1,23 @@
-"""When an optimizer checks what: options whenever they change, values on a member's first step."""
+"""When an optimizer checks what: options whenever they change, values on a member's first steps."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from . import checks, option_checks
 from .eager import uncompiled
 from .geometries import is_isometry
 from .groups import Group, JointPlan
 from .movers import chunks, movers
-from .stacks import grad_of, itself
+from .stacks import Plan, grad_of, itself
+
+# Gradients that are zero, as behind weights that start at zero, or not finite, as of a `GradScaler`
+# that has yet to find its scale, say nothing: others are waited for, but not for long.
+_MOST_LOOKS = 10
 
 
 class _Kind(NamedTuple):
@@ -41,7 +48,8 @@ class Checking:
         self._options = options
         self._seen: dict[int, Group] = {}
         self._kinds: dict[int, _Kind] = {}
-        self._looked_at: set[str] = set()
+        # How often gradients of a member have been looked at, and all looks if one was enough.
+        self._looks: Counter[str] = Counter()
 
     def loaded(self, groups: Sequence[Group]) -> None:
         """Momenta of these groups are of the options that they have now."""
@@ -65,12 +73,15 @@ class Checking:
         self._seen = now
         self._kinds.update(kinds)
         if before != kinds:
-            self._looked_at.clear()
+            self._looks.clear()
         return [groups[k] for k in changed if before[k].momentum != kinds[k].momentum]
 
     @uncompiled
     def look(self, groups: Sequence[Group], group: Group, joint: JointPlan) -> None:
-        """All looks at values, before anything is changed: one on the first step of each member."""
+        """All looks at values, before anything is changed.
+
+        At weights on the first step of each member, at gradients until they tell something.
+        """
         for owner in joint.owners:
             option_checks.check_rate(groups[owner.group], owner)
         plan = joint.plan
@@ -78,18 +89,27 @@ class Checking:
             for mover in movers(plan, {"grad": grad_of}):
                 for stack, at in chunks(mover):
                     checks.require_finite(stack.members[at], mover.read("grad", stack, at))
-        fresh = [s for s in plan.stacks if not self._looked_at.issuperset(s.members)]
-        if not fresh:
-            return
         isometry = is_isometry(group["geometry"])
-        if isometry:
+        fresh = [s for s in plan.stacks if not self._looks.keys() >= set(s.members)]
+        if fresh and isometry:
             checks.require_orthonormal(plan, group["scale_lr"] is not None)
-        for mover in movers(plan, {"weight": itself, "grad": grad_of}, fresh):
+        for mover in movers(plan, {"weight": itself}, fresh) if fresh else ():
+            for stack, at in chunks(mover):
+                if not (isometry or group["damping"]):
+                    checks.check_full_rank(stack.members[at], mover.read("weight", stack, at))
+        silent = [s for s in plan.stacks if any(self._looks[m] < _MOST_LOOKS for m in s.members)]
+        # What is recorded into a graph has been looked at before, and cannot be waited for.
+        if not silent or (not fresh and _is_capturing(plan)):
+            return
+        for mover in movers(plan, {"weight": itself, "grad": grad_of}, silent):
             for stack, at in chunks(mover):
                 names, point = stack.members[at], mover.read("weight", stack, at)
-                if not (isometry or group["damping"]):
-                    checks.check_full_rank(names, point)
-                grad = mover.read("grad", stack, at)
-                checks.warn_if_inconsistent(names, point, grad, isometry)
-        for stack in fresh:
-            self._looked_at.update(stack.members)
+                told = checks.warn_if_inconsistent(
+                    names, point, mover.read("grad", stack, at), isometry
+                )
+                for name, tells in zip(names, told, strict=True):
+                    self._looks[name] = _MOST_LOOKS if tells else self._looks[name] + 1
+
+
+def _is_capturing(plan: Plan) -> bool:
+    return plan.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

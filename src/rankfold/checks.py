@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -51,9 +52,26 @@ def check_grid(name: str, grid: Grid, taken: set[int]) -> None:
                 )
 
 
-def has_gradients(name: str, grid: Grid) -> bool:
-    """Whether the grid takes part in this step; raise if only some of its gradients are there."""
+def has_gradients(name: str, grid: Grid, held: Collection[int]) -> bool:
+    """Whether the grid takes part in this step; raise if only some of its gradients are there.
+
+    Also if its parameters are not what they were: ``held`` are the ids of those of its group.
+    """
     params = grid.params()
+    if not all(id(p) in held for p in params):
+        raise RuntimeError(
+            f"grid {name!r}: its parameter group holds other parameters than the grid. Something "
+            "has replaced them after the optimizer was built, as FSDP2 does where it shards a "
+            "model; products need whole factors: leave their modules unsharded, or replicate the "
+            "model with DistributedDataParallel"
+        )
+    for side, k, factor in grid.factors():
+        if factor.param.shape != factor.shape:
+            raise RuntimeError(
+                f"grid {name!r}: {side}[{k}] was a parameter of shape {tuple(factor.shape)} when "
+                f"the grid was made, and is now {describe(factor.param)}. Wrappers that flatten "
+                "or shard parameters, as FSDP does, leave no whole factors"
+            )
     missing = sum(p.grad is None for p in params)
     if missing == len(params):
         return False
@@ -149,25 +167,60 @@ def check_full_rank(members: Sequence[str], point: Pair) -> None:
                 )
 
 
-def warn_if_inconsistent(members: Sequence[str], point: Pair, grad: Pair, isometry: bool) -> None:
+def warn_if_inconsistent(
+    members: Sequence[str], point: Pair, grad: Pair, isometry: bool
+) -> list[bool]:
     """Warn of members whose factor gradients cannot come from a loss of the product; synchronises.
 
     For such a loss, Σ A_iᵀG_Ai equals (Σ B_jᵀG_Bj)ᵀ, or at least their skew parts do, which is
-    all that isometry geometries need.
+    all that isometry geometries need. Returns whose gradients tell anything.
     """
     difference, size, unrelated = overlaps(point, grad, isometry)
     far_off = (difference > _INCONSISTENT * size) & (difference > _ROUNDING * unrelated)
     found = [m for m, flag in zip(members, far_off.tolist(), strict=True) if flag]
     if found:
-        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         share = (difference / size.clamp_min(torch.finfo(size.dtype).tiny))[far_off].amax().item()
         warnings.warn(
-            f"the factor gradients of {shown} are inconsistent (AᵀG_A and G_BᵀB differ by up to "
-            f"{share:.0%} of their size), so the loss does not depend on the product alone. A "
-            "wrong axis=, start= or blocks= looks like this; so do rotary embeddings or "
-            "normalization between the factors.",
+            f"the factor gradients of {_listed(found)} are inconsistent (AᵀG_A and G_BᵀB differ by "
+            f"up to {share:.0%} of their size), so the loss does not depend on the product alone. "
+            "A wrong axis=, start=, blocks= or order of heads looks like this, and a bias= that "
+            "was left out; so do rotary embeddings or normalization between the factors.",
             stacklevel=_outside(),
         )
+    told: list[bool] = (unrelated.isfinite() & (unrelated > 0)).tolist()
+    _warn_if_coarse(members, point, grad, told, isometry)
+    return told
+
+
+def _warn_if_coarse(
+    members: Sequence[str], point: Pair, grad: Pair, told: Sequence[bool], isometry: bool
+) -> None:
+    """Warn of members that are several: where each part of the factors agrees by itself.
+
+    Then the loss has products of some left factors with some right ones, and not of all with all.
+    """
+    left, right = point.left.shape[1], point.right.shape[1]
+    for parts in (k for k in range(math.gcd(left, right), 1, -1) if left % k == right % k == 0):
+        point_apart, grad_apart = (
+            Pair(*(x.reshape(-1, x.shape[1] // parts, *x.shape[2:]) for x in pair))
+            for pair in (point, grad)
+        )
+        difference, size, unrelated = overlaps(point_apart, grad_apart, isometry)
+        agree = (difference < _ROUNDING * size) & (size > _ROUNDING * unrelated)
+        flags = agree.view(-1, parts).all(1).tolist()
+        found = [m for m, *is_true in zip(members, flags, told, strict=True) if all(is_true)]
+        if found:
+            warnings.warn(
+                f"the factor gradients of {_listed(found)} are those of {parts} products apart, "
+                "not of one in which every left factor meets every right one: it looks as if "
+                f"groups= were {parts} times what was given, as for heads that go by themselves.",
+                stacklevel=_outside(),
+            )
+            return
+
+
+def _listed(members: Sequence[str]) -> str:
+    return ", ".join(members[:4]) + (f" and {len(members) - 4} more" if len(members) > 4 else "")
 
 
 def _outside() -> int:

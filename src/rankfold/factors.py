@@ -94,6 +94,7 @@ class Factor:
                     f"a bias needs a parameter of two dimensions, got {describe(param)}"
                 )
         self.param = param
+        self.shape = param.shape
         self.axis = dim - param.dim()
         self.rank = rank
         self.blocks = blocks

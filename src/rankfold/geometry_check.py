@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .geometries import GEOMETRIES, Geometry, Pair, StepOptions, geometry_for
+from .geometries import Geometry, Pair, StepOptions, geometry_for
 from .geometries.base import flatten_blocks
 from .geometries.embedded import EmbeddedGeometry
 from .geometries.isometry_embedded import IsometryEmbeddedGrid
@@ -123,8 +123,6 @@ def check_geometry(
     if min(lefts, rights) < 1:
         raise ValueError(f"a grid has at least one factor a side, got {lefts} and {rights}")
     if isinstance(geometry, str):
-        if geometry not in GEOMETRIES:
-            raise ValueError(f"unknown geometry {geometry!r}; there are {', '.join(GEOMETRIES)}")
         geometry = geometry_for(geometry, lefts, rights)
     retraction = retraction or geometry.retractions[0]
     if retraction not in geometry.retractions:

@@ -250,11 +250,13 @@ class RiemannianSGD(StatefulOptimizer):
     @uncompiled
     def _plans_of(self, together: list[int]) -> list[JointPlan]:
         """Plans for those of their grids with gradients now, kept until these or dtypes change."""
+        groups = [(index, self.param_groups[index]) for index in together]
+        held = {id(param) for _, group in groups for param in group["params"]}
         active = [
             (Owner.of(index, grid), name, grid)
-            for index, group in ((index, self.param_groups[index]) for index in together)
+            for index, group in groups
             for name, grid in zip(group["grid_names"], group["grids"], strict=True)
-            if checks.has_gradients(name, grid)
+            if checks.has_gradients(name, grid, held)
         ]
         if not active:
             return []

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .factors import Grid
-from .geometries import GEOMETRIES, geometry_for, is_isometry
+from .geometries import geometry_for, is_isometry
 from .groups import Owner
 from .schatten import WHITENED, by_products, exponent
 from .whitening import TILTS
@@ -86,10 +86,7 @@ def check_choices(options: Mapping[str, Any]) -> None:
     for option, known in (("gradient_repair", REPAIRS), ("on_nonfinite", ON_NONFINITE)):
         if options[option] not in known:
             raise ValueError(f"{option} must be one of {known}, got {options[option]!r}")
-    if options["geometry"] not in GEOMETRIES:
-        raise ValueError(
-            f"unknown geometry {options['geometry']!r}; there are {', '.join(GEOMETRIES)}"
-        )
+    geometry_for(options["geometry"], 1, 1)  # raises for an unknown one
     if damping and is_isometry(options["geometry"]):
         raise ValueError(
             f"damping is for products that start at zero, and {options['geometry']} has none: "

@@ -35,6 +35,8 @@ GEOMETRIES = tuple(_ALGORITHMS)
 
 def geometry_for(name: str, lefts: int, rights: int) -> Geometry:
     """The algorithm that ``name`` means for members of ``lefts`` × ``rights`` factors."""
+    if name not in _ALGORITHMS:
+        raise ValueError(f"unknown geometry {name!r}; there are {', '.join(GEOMETRIES)}")
     single, grid = _ALGORITHMS[name]
     return single if lefts == rights == 1 else grid
 
