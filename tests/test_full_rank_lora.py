@@ -169,6 +169,35 @@ def test_merged_weights_compute_the_same(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(model.merge_and_unload()(X), removed, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_in_a_file_takes_away_what_it_began_with(tmp_path: Path) -> None:
+    model = adapted()
+    full_rank_start_(model)
+    trained(model, X)
+    expected = model(X)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(X), expected)
+    plain = loaded.merge_and_unload()
+    torch.testing.assert_close(plain(X), expected, rtol=1e-5, atol=1e-6)
+    assert not any("full_rank_start" in name for name in model.state_dict())
+
+
+def test_what_is_taken_away_goes_where_the_model_goes() -> None:
+    model = adapted()
+    start = full_rank_start_(model)
+    begun = [x for name, x in model.named_buffers() if "full_rank_start" in name]
+    assert len(begun) == 2 * len(start._layers)
+    model.to(torch.bfloat16)
+    x = X.bfloat16()
+    with model.disable_adapter():
+        plain = model(x)
+    kept = model(x)
+    start.remove()
+    assert (kept - plain).norm() < 0.05 * (model(x) - plain).norm()
+    assert all(x.dtype == torch.bfloat16 for n, x in model.named_buffers() if "start" in n)
+    assert all(x.is_meta for n, x in model.to("meta").named_buffers() if "start" in n)
+
+
 def test_a_layer_in_two_places_starts_once() -> None:
     class Twice(Net):
         def __init__(self) -> None:

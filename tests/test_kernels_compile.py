@@ -169,7 +169,7 @@ class Imagined:
         with torch.no_grad():
             for each in self.weights:
                 each.copy_(torch.linalg.qr(torch.randn(4096, 64)).Q.T)
-                each.grad = torch.zeros_like(each)
+                each.grad = each.detach().clone()  # on which both factors agree
         q, k = (Factor(each, axis=0, blocks=4) for each in self.weights)
         self.grid = Grid(q, k, groups=4, name="layer0.vo")
         self._monkeypatch = monkeypatch

@@ -23,18 +23,18 @@ _MOST_LOOKS = 10
 class _Kind(NamedTuple):
     """What of a group's options says what its state means.
 
-    ``momentum`` is its geometry, and whether it is of steps rather than of gradients; ``scaled``
+    ``momentum`` is its geometry, and what it is made of: gradients, unit ones, or steps; ``scaled``
     whether factors have a scale of their own.
     """
 
-    momentum: tuple[str, bool]
+    momentum: tuple[str, str]
     scaled: bool
 
     @classmethod
     def of(cls, group: Group) -> _Kind:
         """Groups that were saved by an earlier version may lack options."""
-        of_steps = group.get("momentum_form") == "heavy-ball"
-        return cls((group["geometry"], of_steps), group.get("scale_lr") is not None)
+        form = group.get("momentum_form", "smoothing")
+        return cls((group["geometry"], form), group.get("scale_lr") is not None)
 
 
 class Checking:

@@ -309,6 +309,14 @@ def still_moving(distances: Tensor) -> Tensor:
     return moving
 
 
+def overflown_is_nan(size: Tensor) -> Tensor:
+    """A norm, or its square, with NaN for infinity.
+
+    What is divided by an infinite size is zero, and a step of zero would pass for a finite one.
+    """
+    return size.nan_to_num(nan=math.nan, posinf=math.nan)
+
+
 def trace(x: Tensor) -> Tensor:
     """Trace of (..., r, r)."""
     return x.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -148,15 +148,19 @@ def is_small(spread: Spread | None) -> TypeGuard[Spread]:
 
 
 def raise_small_values(x: Tensor, floor: Tensor) -> Tensor:
-    """E such that ``x (I + E)`` has the singular values (σ⁴ + floor⁴)^½ / σ, (..., r, r).
+    """E such that ``x (I + E)`` has the singular values (σ⁴ + floor⁴)^¼, (..., r, r).
 
-    ``floor`` is (...,). Values far above it stay: they change by (floor/σ)⁴. Values below a tenth
-    of it grow a hundredfold, no more, since the smallest cannot be told from rounding; that keeps
-    the condition of the root below at 1e4, which `_FLOOR_STEPS` serve.
+    ``floor`` is (...,). Values far above it stay: they change by (floor/σ)⁴ / 4. Values below a
+    tenth of it grow tenfold, no more, since the smallest cannot be told from rounding; that keeps
+    the condition of the first root below at 1e4, which `_FLOOR_STEPS` serve.
     """
     eye = identity_like(x)
     square = floor.square()[..., None, None]
     share = square * inverse(x.mT @ x + 1e-2 * square * eye)
     lift = sym(share @ share)
-    root = (eye + lift) @ scaled_inverse_sqrt(eye + lift, _FLOOR_STEPS)
-    return lift @ inverse(eye + root)  # √(1 + d) − 1 without cancellation
+    root, fourth = eye + lift, []
+    for _ in range(2):
+        root = sym(root @ scaled_inverse_sqrt(root, _FLOOR_STEPS))
+        fourth.append(inverse(eye + root))
+    # (1 + d)^¼ − 1 = d / (1 + √(1 + d)) / (1 + (1 + d)^¼), without cancellation
+    return lift @ fourth[0] @ fourth[1]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, linalg, tall
-from .linalg import identity_like, squared_norm, trace
+from .linalg import identity_like, overflown_is_nan, squared_norm, trace
 
 # Singular values below this share of the Frobenius norm count for less and less: in float32 a Gram
 # matrix knows little of them, and must stay positive with its rounding.
@@ -97,7 +97,7 @@ def directions(grams: list[Tensor], p: float, floor: float) -> list[Tensor]:
     ``grams`` are the X_bᵀX_b. Where the Frobenius norm of all X_b is below ``floor`` the direction
     is shorter by as much, so that zero stays zero.
     """
-    total = torch.stack([trace(g) for g in grams]).sum(0)
+    total = overflown_is_nan(torch.stack([trace(g) for g in grams]).sum(0))
     square = total.clamp_min(least_square(total))[..., None, None]
     length = (total.sqrt() / floor).clamp_max(1)[..., None, None] / square.sqrt()
     scaled = [g / square for g in grams]

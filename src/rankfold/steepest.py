@@ -50,7 +50,7 @@ def steepest_tangent(core: Tensor, normal: Projection, p: float, floor: float | 
     if core.shape[-1] > core.shape[-2]:
         found = steepest_tangent(core.mT, lambda x: normal(x.mT).mT, p, floor)
         return Steepest(found.direction.mT, found.value)
-    size = linalg.frobenius(core)
+    size = linalg.overflown_is_nan(linalg.frobenius(core))
     unit = core / _per_core(size.clamp_min(linalg.least_norm(size.dtype)))
     direction = _split(unit, normal, p) if p > 2 else _descend(unit, normal, p)
     direction = direction - normal(direction)

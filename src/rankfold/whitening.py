@@ -125,7 +125,8 @@ def _even(
             raised, first, own, share, manner.members, _numbers(partners, manner)
         )
     second = inverse_root(raised, torch.ones_like(own), _SMALLEST_RAISED)
-    least = (SMALLEST_PART**2 * own.sum(-1, keepdim=True)).clamp_min(partners * manner.floor**2)
+    # Of what overflows both are infinite, and what comes of it is NaN, which stops its member.
+    least = (SMALLEST_PART**2 * own).sum(-1, keepdim=True).clamp_min(partners * manner.floor**2)
     square = partners * (own / least).clamp_max(1)
     if share is not None:
         square = square * share[:, None].square()

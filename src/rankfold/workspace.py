@@ -34,7 +34,9 @@ def keep_freed_memory() -> None:
     To ask the system for it again takes a page fault for every 4 KiB, up to 40,000 a step and half
     of its time.
     """
-    torch.empty(_FREED_BYTES, dtype=torch.uint8)  # freed right away, and never written to
+    torch.empty(
+        _FREED_BYTES, dtype=torch.uint8, device="cpu"
+    )  # freed right away, and never written to
 
 
 def chunks(members: int, size: int, device: torch.device, momentum: bool) -> list[slice]:

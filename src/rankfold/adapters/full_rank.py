@@ -13,8 +13,7 @@ import json
 import math
 import zlib
 from pathlib import Path
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from .candidates import plain_path
 from .lora import adapters_of, lora_layers, why_not
-
-
-class _Start(NamedTuple):
-    """Of one layer: A₀ (r, in) and B₀ (out, r)."""
-
-    layer: Any
-    a: Tensor
-    b: Tensor
 
 
 def full_rank_start_(
@@ -57,7 +48,6 @@ def full_rank_start_(
                 f"{name}: B is not zero, so this adapter has begun already; call full_rank_start_ "
                 "on a fresh one, and load trained weights after it"
             )
-    started = {}
     for name, layer in layers:
         down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
@@ -66,60 +56,36 @@ def full_rank_start_(
                 drawn = torch.empty(weight.shape, device="cpu")
                 nn.init.orthogonal_(drawn, math.sqrt(size), generator=generator)
                 weight.copy_(drawn)
-        started[name] = _Start(layer, down.detach().clone(), up.detach().clone())
-    return FullRankStart(model, adapter, started)
+        for buffer, weight in zip(_buffers(adapter), (down, up), strict=True):
+            layer.register_buffer(buffer, weight.detach().clone(), persistent=False)
+    return FullRankStart(model, adapter, dict(layers))
 
 
 class FullRankStart:
     """An adapter that began at full rank; made by `full_rank_start_`."""
 
-    def __init__(self, model: Any, adapter: str, started: dict[str, _Start]) -> None:
+    def __init__(self, model: Any, adapter: str, layers: dict[str, Any]) -> None:
         self._model = model
         self._adapter = adapter
-        self._started = started
+        self._layers = layers
         self._handles: list[RemovableHandle] = [
-            start.layer.register_forward_hook(self._hook(start)) for start in started.values()
+            layer.register_forward_hook(_TakeAway(adapter)) for layer in layers.values()
         ]
-        self._removed = False
-        for start in started.values():
-            # A method, not a closure over the layer: a copy of the model then merges its own.
-            start.layer.get_delta_weight = MethodType(self._delta(start), start.layer)
-
-    def _hook(self, start: _Start) -> Any:
-        def take_away(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if layer.disable_adapters or self._adapter not in layer.active_adapters:
-                return output
-            if self._adapter in layer.merged_adapters:  # the weights have the difference in them
-                return output
-            a, b = (x.to(output.device, output.dtype) for x in (start.a, start.b))
-            begun = functional.linear(functional.linear(inputs[0].to(a.dtype), a), b)
-            return output - float(layer.scaling[self._adapter]) * begun
-
-        return take_away
-
-    def _delta(self, start: _Start) -> Any:
-        """What PEFT merges: of this adapter s (B A − B₀ A₀), of others what it was."""
-        plain = start.layer.get_delta_weight.__func__
-
-        def get_delta_weight(layer: Any, adapter: str) -> Tensor:
-            delta: Tensor = plain(layer, adapter)
-            if self._removed or adapter != self._adapter:
-                return delta
-            a, b = (x.to(delta.device, delta.dtype) for x in (start.a, start.b))
-            begun = float(layer.scaling[adapter]) * (b @ a)
-            return delta - (begun.mT if layer.fan_in_fan_out else begun)
-
-        return get_delta_weight
+        for layer in layers.values():
+            if "get_delta_weight" not in vars(layer):  # of another adapter that began so
+                layer.get_delta_weight = _Difference(layer)
+            layer.get_delta_weight.adapters.add(adapter)
 
     def remove(self) -> None:
         """Take the hooks off: the model then has B₀A₀ in it. Not while the adapter is merged."""
-        if any(self._adapter in start.layer.merged_adapters for start in self._started.values()):
+        if any(self._adapter in layer.merged_adapters for layer in self._layers.values()):
             raise RuntimeError(
                 f"the adapter {self._adapter!r} is merged, without B₀A₀; unmerge it first"
             )
-        self._removed = True
         for handle in self._handles:
             handle.remove()
+        for layer in self._layers.values():
+            layer.get_delta_weight.adapters.discard(self._adapter)
 
     def save(self, folder: str | Path) -> None:
         """Write the adapter, at rank 2r, as a folder that plain PEFT loads on the same base model.
@@ -133,15 +99,62 @@ class FullRankStart:
             folder = folder / self._adapter
         weights = folder / "adapter_model.safetensors"
         tensors = safetensors.load_file(weights)
-        for name, start in self._started.items():
+        for name, layer in self._layers.items():
             down, up = (_key(tensors, name, f"lora_{side}.weight") for side in "AB")
-            a, b = (x.to("cpu", tensors[down].dtype) for x in (start.a, start.b))
+            a, b = _begun(layer, self._adapter, tensors[down])
             tensors[down] = torch.cat([tensors[down], a])
             tensors[up] = torch.cat([tensors[up], -b], 1)
         safetensors.save_file(tensors, weights, metadata={"format": "pt"})
         described = folder / "adapter_config.json"
         config = json.loads(described.read_text(encoding="utf-8"))
         described.write_text(json.dumps(_doubled(config), indent=2) + "\n", encoding="utf-8")
+
+
+# Objects, and neither closures nor methods, so that a copy of a model has its own, and a file too.
+
+
+class _TakeAway:
+    """A hook of a LoRA layer, which takes s B₀ A₀ x from what it makes of x."""
+
+    def __init__(self, adapter: str) -> None:
+        self._adapter = adapter
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if layer.disable_adapters or self._adapter not in layer.active_adapters:
+            return output
+        if self._adapter in layer.merged_adapters:  # the weights have the difference in them
+            return output
+        a, b = _begun(layer, self._adapter, output)
+        begun = functional.linear(functional.linear(inputs[0].to(a.dtype), a), b)
+        return output - float(layer.scaling[self._adapter]) * begun
+
+
+class _Difference:
+    """What PEFT merges: of ``adapters`` that began so s (B A − B₀ A₀), of others what it was."""
+
+    def __init__(self, layer: Any) -> None:
+        self.adapters: set[str] = set()
+        self._layer = layer
+
+    def __call__(self, adapter: str) -> Tensor:
+        layer = self._layer
+        delta: Tensor = type(layer).get_delta_weight(layer, adapter)
+        if adapter not in self.adapters:
+            return delta
+        a, b = _begun(layer, adapter, delta)
+        begun = float(layer.scaling[adapter]) * (b @ a)
+        return delta - (begun.mT if layer.fan_in_fan_out else begun)
+
+
+def _buffers(adapter: str) -> tuple[str, str]:
+    """Where a layer has A₀ (r, in) and B₀ (out, r), which go with it to other devices."""
+    return f"full_rank_start_A_{adapter}", f"full_rank_start_B_{adapter}"
+
+
+def _begun(layer: Any, adapter: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A₀ and B₀ on the device and in the dtype of ``like``."""
+    a, b = (getattr(layer, name).to(like.device, like.dtype) for name in _buffers(adapter))
+    return a, b
 
 
 def _linear_layers(model: nn.Module, adapter: str) -> list[tuple[str, Any]]:

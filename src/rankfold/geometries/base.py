@@ -8,6 +8,7 @@ notices because rows only ever meet inside Gram matrices.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -246,7 +247,9 @@ class Geometry(ABC):
                 clipped = scale.abs() > limit
                 before = events["clipped"]
                 events["clipped"] = clipped if before is None else clipped | before
-                scale = torch.minimum(torch.maximum(scale, -limit), limit)
+                # No step that is not finite becomes one by being cut.
+                bounded = torch.minimum(torch.maximum(scale, -limit), limit)
+                scale = torch.where(scale.isfinite(), bounded, math.nan)
         landing = self.retract(frame, direction, scale, options)
         events["unconverged"] = landing.unconverged
         kept = None

@@ -132,11 +132,11 @@ def _smoothing(given: _Given) -> Course:
             coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
         norm = _norm(geometry, frame, coords, options.normalize)
         norm, running = _mean_norm(norm, running, options)
-        scale = scale / norm.clamp_min(options.norm_floor)
+        scale = _divided(scale, norm, options)
     elif options.normalize is not None:
         norm = _norm(geometry, frame, coords, options.normalize)
         norm = norm if weight is None else norm / weight
-        scale = scale / norm.clamp_min(options.norm_floor)
+        scale = _divided(scale, norm, options)
     return Course(direction, scale, tangent, not look_ahead, running, None)
 
 
@@ -155,7 +155,7 @@ def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
     geometry, frame, options = given.geometry, given.frame, given.options
     fresh, coords = geometry.descent(frame, given.grad, options.gradient_repair)
     norm = _norm(geometry, frame, coords, "metric")
-    share = (1 - options.momentum) / norm.clamp_min(options.norm_floor)
+    share = _divided(1 - options.momentum, norm, options)
     tangent, ahead = _added(options, geometry.arrive(frame, momentum), share, fresh)
     return tangent, geometry.coordinates(frame, ahead)
 
@@ -192,7 +192,7 @@ def _heavy_ball(given: _Given) -> Course:
             norm = _norm(geometry, frame, coords, options.normalize)
             if options.second_moment:
                 norm, running = _mean_norm(norm, running, options)
-            scale = scale / norm.clamp_min(options.norm_floor)
+            scale = _divided(scale, norm, options)
     step, ahead = _added(options, geometry.arrive(frame, momentum), scale, fresh)
     direction = geometry.coordinates(frame, ahead)
     return Course(direction, torch.ones_like(scale), step, ahead is step, running, None)
@@ -200,8 +200,15 @@ def _heavy_ball(given: _Given) -> Course:
 
 def _norm(geometry: Geometry, frame: Any, coords: Any, kind: str | None) -> Tensor:
     norm = geometry.norm(frame, coords, kind or "metric")
-    # A finite gradient whose norm overflows would pass as a step of length zero.
-    return norm.nan_to_num(nan=math.nan, posinf=math.nan)
+    return linalg.overflown_is_nan(norm)
+
+
+def _divided(scale: float | Tensor, norm: Tensor, options: StepOptions) -> Tensor:
+    """A scale over a norm (batch,), but for norms too small to be told, or to count."""
+    quotient: Tensor = scale / norm.clamp_min(
+        max(options.norm_floor, linalg.least_norm(norm.dtype))
+    )
+    return quotient
 
 
 def _mean_norm(

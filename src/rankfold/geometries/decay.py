@@ -7,8 +7,10 @@ matrix, and the step goes from there along it. All that happens is r×r.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import linalg, polar
@@ -19,6 +21,8 @@ from .base import StepOptions
 def core_change(core: Tensor, options: StepOptions) -> Tensor:
     """What is added to the core S (batch, r, r) of W = U S Vᵀ in orthonormal frames."""
     shrink = options.shrink_of(core)
+    if isinstance(shrink, Tensor):  # the host does not know a rate that is too large for the decay
+        shrink = torch.where(shrink < 1, shrink, math.nan)
     if not options.decay_to:
         return -shrink * core
     target = options.decay_to * core @ polar.inverse_modulus(core)

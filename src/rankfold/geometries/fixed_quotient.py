@@ -240,12 +240,13 @@ class FixedQuotient(Geometry):
         return WeighedTangent(vector, (frame.right.lower, frame.left.lower), square)
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
-        # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor.
+        # ‖L⁻¹A_iᵀΞ_Ai L⁻ᵀ‖₂ < 1 with A_iᵀA_i = L Lᵀ, which is similar to A_i⁺Ξ_Ai and does not
+        # depend on the gauge, and likewise for every B_j.
         sizes = []
         for stacked, xi in zip(frame.point, coords.vector, strict=True):
             blocks = stacked.view_as(xi)
             lower = linalg.cholesky(tall.gram(blocks), frame.damping).inverse
-            sizes.append(linalg.norm_bound(lower.mT @ (lower @ tall.overlap(blocks, xi))).amax(1))
+            sizes.append(linalg.norm_bound(lower @ tall.overlap(blocks, xi) @ lower.mT).amax(1))
         return 1 / torch.maximum(*sizes)
 
     def retract(

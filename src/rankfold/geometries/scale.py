@@ -71,5 +71,6 @@ def _cosine(point: Pair, grad: Pair, floor: float) -> Tensor:
     i, j, r = u.shape[1], v.shape[1], u.shape[-1]
     along = sum((x * g).flatten(1).sum(1) for x, g in ((u, g_u), (v, g_v)))
     square = tall.square(g_u).sum(1) / j + tall.square(g_v).sum(1) / i
+    # Squares may be lost where a product is not: no cosine is beyond 1 for that.
     result: Tensor = along / (2 * i * j * r) ** 0.5 / square.sqrt().clamp_min(floor)
-    return result
+    return result.clamp(-1, 1)

@@ -73,10 +73,9 @@ def _even_kernel(
     factor = tl.program_id(0)
     member = factor // blocks
     own = tl.load(own_ptr + factor)
-    whole = 0.0
+    least = 0.0
     for k in range(blocks):
-        whole += tl.load(own_ptr + member * blocks + k)
-    least = part * whole
+        least += part * tl.load(own_ptr + member * blocks + k)
     least = tl.where(least < floor, floor, least)
     square = own / least
     square = partners * tl.where(square > 1.0, 1.0, square)
