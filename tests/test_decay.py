@@ -187,3 +187,22 @@ def test_a_fused_step_that_would_take_more_than_there_is_stays(
     assert landing.alive.tolist() == [True, False]
     assert torch.equal(landing.point.left[1], point.left[1])
     assert not torch.equal(landing.point.left[0], point.left[0])
+
+
+@pytest.mark.parametrize("retraction", ["svd", "orthographic"])
+@pytest.mark.parametrize("decay_to", [0.0, 0.5])
+def test_a_rate_on_the_device_that_is_too_large_for_its_decay(
+    decay_to: float, retraction: str
+) -> None:
+    """The host does not see it, and 1 − ηλ < 0 would turn the sign of the product."""
+    a, b = (nn.Parameter(torch.randn(n, 3)) for n in (9, 7))
+    before = [p.detach().clone() for p in (a, b)]
+    optimizer = RiemannianSGD(
+        Grid(a, b), torch.tensor(5.0), geometry="fixed-embedded", retraction=retraction,
+        weight_decay=0.5, decay_to=decay_to,
+    )  # fmt: skip
+    a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+    optimizer.step()
+    assert optimizer.counts() == {"grid0[0]": {"skipped": 1}}
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])

@@ -60,12 +60,13 @@ def test_a_geometry_set_later_looks_at_the_factors() -> None:
         ("geometry", "isometry-embedded", "isometry-quotient"),
         ("momentum_form", "smoothing", "heavy-ball"),
         ("momentum_form", "heavy-ball", "unit-smoothing"),
+        ("momentum_form", "smoothing", "unit-smoothing"),
     ],
 )
 def test_momentum_that_lost_its_meaning_is_forgotten(
     option: str, first: str, then: str, loaded: bool
 ) -> None:
-    """Of other coordinates, or of steps where it is of gradients; after loading too."""
+    """Of other coordinates or units, or of steps where it is of gradients; after loading too."""
     model, other = Heads(torch.float64), Heads(torch.float64)
     common: dict[str, Any] = {"geometry": "fixed-quotient", "momentum": 0.5}
     common["bias_correction"] = option == "geometry"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from rankfold.checks import orthonormality_defect
 
 from .heads import Heads, states
 from .reference import GEOMETRIES, ISOMETRIES
-from .toys import Toy, clones, same_bits, unchanged
+from .toys import Toy, clones, orthonormal, same_bits, unchanged
 
 every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
 every_isometry = pytest.mark.parametrize("geometry", ISOMETRIES)
@@ -169,6 +172,102 @@ def test_a_polar_factor_out_of_reach_is_not_made_up() -> None:
     found = polar.polish_scaling(rough.mT @ rough)
     assert found[0].isfinite().all()
     assert found[1].isnan().all()
+
+
+def random_products(
+    geometry: str, lefts: int, rights: int, m: int, rank: int
+) -> tuple[list[nn.Parameter], list[nn.Parameter], torch.Generator]:
+    """Factors of a grid of float32, orthonormal for isometries, and what they were drawn with."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int) -> nn.Parameter:
+        if geometry in ISOMETRIES:
+            return nn.Parameter(orthonormal(rows, rank, generator).float())
+        return nn.Parameter(torch.randn(rows, rank, generator=generator))
+
+    left = [draw(m) for _ in range(lefts)]
+    return left, [draw(m) for _ in range(rights)], generator
+
+
+def give_gradients(
+    left: list[nn.Parameter], right: list[nn.Parameter], size: float, generator: torch.Generator
+) -> None:
+    """Those of a loss of the products, whose slopes are random and of this size."""
+    slopes = [
+        [size * torch.randn(len(a), len(b), generator=generator) for b in right] for a in left
+    ]
+    with torch.no_grad():
+        for a, row in zip(left, slopes, strict=True):
+            a.grad = torch.stack([g @ b for g, b in zip(row, right, strict=True)]).sum(0)
+        for b, column in zip(right, zip(*slopes, strict=True), strict=True):
+            b.grad = torch.stack([g.mT @ a for g, a in zip(column, left, strict=True)]).sum(0)
+
+
+DIRECTIONS = ("metric", "spectral", "whitened", "schatten-inf", "schatten-1", "schatten-1.5")
+
+
+@pytest.mark.parametrize("normalize", [*DIRECTIONS, "schatten-3"])
+@every_geometry
+def test_overflowing_gradients_stop_a_member_and_do_not_still_it(
+    geometry: str, normalize: str
+) -> None:
+    """Whatever the size: a step is as long as ever, or it is skipped, and momentum with it."""
+    for form, (lefts, rights, m, rank) in itertools.product(
+        ("smoothing", "heavy-ball"), ((1, 1, 4, 4), (2, 1, 9, 3), (2, 1, 5, 1))
+    ):
+        for power in range(17, 38):
+            left, right, generator = random_products(geometry, lefts, rights, m, rank)
+            optimizer = RiemannianSGD(
+                rankfold.Grid(left, right), 0.01, geometry=geometry, normalize=normalize,
+                momentum=0.9, momentum_form=form,
+            )  # fmt: skip
+            params = [*left, *right]
+            for size in (1.0, 10.0**power):
+                before = [p.detach().clone() for p in params]
+                give_gradients(left, right, size, generator)
+                optimizer.step()
+            moved = torch.stack([(p - x).norm() for p, x in zip(params, before, strict=True)]).max()
+            if "skipped" in optimizer.counts().get("grid0[0]", {}):
+                assert moved == 0
+            else:
+                assert moved > 1e-3
+            if form == "heavy-ball":  # of steps, none of which is long
+                assert all(optimizer.state[p]["momentum"].abs().max() < 1 for p in params)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": "spectral"}, {"scale_lr": 0.05}])
+@every_geometry
+def test_no_norm_is_too_small_for_its_floor(geometry: str, options: dict[str, Any]) -> None:
+    """Squares of such gradients have vanished, and leave no norm to divide by."""
+    if geometry not in ISOMETRIES and "scale_lr" in options:
+        pytest.skip("a scale of isometries")
+    for size in (1e-20, 1e-22, 1e-24, 1e-30):
+        left, right, generator = random_products(geometry, 2, 1, 9, 3)
+        optimizer = RiemannianSGD(
+            rankfold.Grid(left, right), 0.01, geometry=geometry, norm_floor=1e-38, **options
+        )
+        before = [p.detach().clone() for p in (*left, *right)]
+        give_gradients(left, right, size, generator)
+        optimizer.step()
+        for p, old in zip((*left, *right), before, strict=True):
+            assert (p - old).norm() < 0.2 * old.norm()
+
+
+def test_a_trust_region_makes_no_step_of_an_infinite_one() -> None:
+    """The size of a product, whose root the growth multiplies a rate with, overflows."""
+    for trust in (None, 0.5):
+        left, right, generator = random_products("fixed-quotient", 1, 1, 9, 3)
+        for p in (*left, *right):
+            p.data.mul_(2e9)
+        before = [p.detach().clone() for p in (*left, *right)]
+        optimizer = RiemannianSGD(
+            rankfold.Grid(left, right), 0.01, geometry="fixed-quotient", growth=0.5,
+            trust_region=trust,
+        )  # fmt: skip
+        give_gradients(left, right, 1.0, generator)
+        optimizer.step()
+        assert optimizer.counts() == {"grid0[0]": {"skipped": 1}}
+        assert all(torch.equal(p, x) for p, x in zip((*left, *right), before, strict=True))
 
 
 @every_geometry

@@ -120,6 +120,27 @@ def test_values_that_vanish_saturate_at_the_floor(retraction: str) -> None:
     assert floor < smallest[floor] < 1.5 * floor
 
 
+@pytest.mark.parametrize("retraction", ["svd", "orthographic"])
+def test_values_below_the_floor_rise_to_it_and_not_past_it(retraction: str) -> None:
+    """σ becomes (σ⁴ + f⁴)^¼, and the smallest grow tenfold at most."""
+    u, v = (torch.linalg.qr(torch.randn(n, 4, dtype=torch.float64)).Q for n in (9, 7))
+    for smallest in (0.9, 0.3, 0.1, 0.05, 0.02, 0.01):
+        values = torch.tensor([1.0, 1.0, 1.0, smallest], dtype=torch.float64)
+        a, b = (nn.Parameter(x * values.sqrt()) for x in (u, v))
+        optimizer = RiemannianSGD(
+            Grid(a, b), 0.1, geometry="fixed-embedded", rank_floor=0.3, retraction=retraction
+        )
+        a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+        optimizer.step()
+        floor = 0.3 * values.square().mean().sqrt()
+        found = torch.linalg.svdvals((a @ b.mT).detach())[:4]
+        share = floor**2 / (values**2 + floor**2 / 100)
+        torch.testing.assert_close(found, values * (1 + share**2) ** 0.25, rtol=1e-10, atol=0)
+        wanted = (values**4 + floor**4) ** 0.25
+        assert (found <= wanted * (1 + 1e-10)).all()
+        assert found[-1] > 0.85 * min(float(wanted[-1]), 7 * smallest)
+
+
 def test_the_floor_leaves_large_values_alone() -> None:
     plain, floored = Heads(seed=3), Heads(seed=3)
     for model, floor in ((plain, 0.0), (floored, 1e-3)):
@@ -418,3 +439,24 @@ def test_safeguards_factor_nothing_and_wait_for_nothing(
         with Deny(), DenyReading():
             optimizer.step()
             optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": "whitened"}])
+def test_a_trust_region_does_not_look_at_the_gauge(options: dict[str, Any]) -> None:
+    """Of fixed-quotient, where it is a bound on factors: (A S, B S⁻ᵀ) goes where (A, B) goes."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (9, 7))
+    slope = torch.randn(9, 7, generator=generator, dtype=torch.float64)
+    turn = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    ends, cut = [], []
+    for s in (torch.eye(3, dtype=torch.float64), turn):
+        left, right = nn.Parameter(a @ s), nn.Parameter(b @ torch.linalg.inv(s).mT)
+        optimizer = RiemannianSGD(
+            Grid(left, right), 10.0, geometry="fixed-quotient", trust_region=0.5, **options
+        )
+        left.grad, right.grad = slope @ right.detach(), slope.mT @ left.detach()
+        optimizer.step()
+        ends.append((left @ right.mT).detach())
+        cut.append(optimizer.counts())
+    assert cut == [{"grid0[0]": {"clipped": 1}}] * 2
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-9)
