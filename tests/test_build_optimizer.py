@@ -311,6 +311,23 @@ def test_other_refusals() -> None:
         rankfold.build_optimizer(frozen, grids=grids)
 
 
+def test_options_that_are_nobodys() -> None:
+    model = Language()
+    for name, words in (
+        ("momentun", "is 'momentum' meant"),
+        ("betas", "base_options={'betas': ...}"),
+        ("eps", "base_options={'eps': ...}"),
+    ):
+        with pytest.raises(TypeError, match=saying(f"no option {name!r}", words)):
+            rankfold.build_optimizer(model, **{name: 0.5})  # type: ignore[arg-type]
+    for build in (rankfold.build_optimizer, rankfold.recommended):
+        words = "unknown geometry 'fixed_quotient'; there are fixed-embedded"
+        with pytest.raises(ValueError, match=saying(words)):
+            build(model, geometry="fixed_quotient")
+    with pytest.raises(ValueError, match=saying("base='muon'")):
+        rankfold.build_optimizer(model, base=torch.optim.Muon)
+
+
 def test_isometries_ask_for_orthonormal_factors() -> None:
     model = Language()
     options: dict[str, Any] = {"geometry": "isometry-quotient", "normalize": "metric"}

@@ -251,6 +251,20 @@ def test_a_summary_writer_gets_scalars_and_a_run_that_goes_on_keeps_its_count() 
     assert {tag.split("/")[0] for tag in tags} == {"worst", "total"}
 
 
+def test_the_products_of_a_whole_models_optimizer_are_logged() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    optimizer = rankfold.build_optimizer(model)
+    logged: list[int] = []
+    handle = log_to(optimizer, lambda step, values: logged.append(step), every=2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 8)).square().mean().backward()
+        optimizer.step()
+    handle.remove()
+    assert logged == [2, 4]
+
+
 def test_nan_is_the_worst() -> None:
     model, optimizer = toy("fixed-embedded")
     train(model, optimizer, range(1))

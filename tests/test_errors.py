@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,6 +112,16 @@ def test_grid() -> None:
     for make, words in bad:
         with unchanged([p, q, wide]), pytest.raises(ValueError, match=saying(*words)):
             make()
+
+
+@pytest.mark.parametrize("name", ["rank", "blocks", "start", "stride", "groups"])
+def test_sizes_are_whole_numbers(name: str) -> None:
+    w, v = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(8, 4))
+    build: Callable[..., object] = partial(Factor, w, axis=0)
+    if name == "groups":
+        build = partial(Grid, w, v)
+    with pytest.raises(TypeError, match=saying(f"{name} must be a whole number, got 2.0")):
+        build(**{name: 2.0})
 
 
 def test_the_same_part_of_a_parameter_twice() -> None:

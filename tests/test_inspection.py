@@ -117,3 +117,32 @@ def test_layers_that_differ_are_lines_apart_and_parts_are_told() -> None:
 def test_nothing_at_all() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     assert str(inspect(model)) == "Linear: 0 grids found, 0 left out; no trainable parameters"
+
+
+def test_found_products_that_the_loss_bends_are_told() -> None:
+    """As by a norm that is written into the forward pass, where no module shows it."""
+    model: Any = Tower().double()
+    x = randn(2, 5, WIDTH)
+    assert "no product to the loss" not in str(inspect(model, lambda: model(x).square().mean()))
+
+    def bent() -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss + model.blocks[0].q_proj.weight.square().mean()
+
+    told = str(inspect(model, bent)).partition("no product to the loss: ")[2]
+    assert told.startswith("blocks.0.qk (")
+    assert "blocks.1" not in told
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (torch.ones(()), "must be a function that computes the loss of one batch, got Tensor"),
+        (lambda: 1.0, "a tensor of one element that depends on the parameters, .* got 1.0"),
+        (lambda: None, "without backward\\(\\) or item\\(\\), got None"),
+        (lambda: torch.ones(3), "got a tensor that is not"),
+    ],
+)
+def test_what_is_no_loss(loss: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        inspect(Tower(), loss)

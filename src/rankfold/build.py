@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +21,7 @@ from .combined import CombinedOptimizer
 from .defaults import recommended
 from .factors import Grid, Region, describe
 from .groups import as_grid_list, as_groups
+from .optimizer import RiemannianSGD
 
 Group = dict[str, Any]
 Named = dict[str, Tensor]
@@ -88,6 +90,7 @@ def build_optimizer(
     }
     names = {id(param): name for name, param in named.items()}
     groups = _found_groups(module, names) if grids is None else _given_groups(grids, names)
+    _require_known(options)
     if geometry is not None:
         options["geometry"] = geometry
     products = recommended(groups, lr, **options)
@@ -116,6 +119,21 @@ def build_optimizer(
             _base(torch.optim.AdamW, others, for_adamw, decay_vectors),
         ]
     )
+
+
+def _require_known(options: Mapping[str, Any]) -> None:
+    known = {
+        *inspect.signature(recommended).parameters,
+        *inspect.signature(RiemannianSGD).parameters,
+    }
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise TypeError(
+                f"build_optimizer has no option {name!r}"
+                + (f" (is {near[0]!r} meant?)" if near else "")
+                + f"; one of the base optimizer goes into base_options={{{name!r}: ...}}"
+            )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -249,6 +267,11 @@ def _class(base: str | type[Optimizer]) -> type[Optimizer]:
         return BASES[base]
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
         raise TypeError(f"base must be a name or a class of torch optimizers, got {base!r}")
+    if issubclass(base, torch.optim.Muon):
+        raise ValueError(
+            f"{base.__name__} takes two-dimensional weights alone; base='muon' has AdamW beside it "
+            "for embeddings, norms and biases"
+        )
     closure = inspect.signature(base.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

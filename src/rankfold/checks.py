@@ -163,7 +163,8 @@ def check_full_rank(members: Sequence[str], point: Pair) -> None:
                     f"grid member {member!r}: {side} factor {flags.index(True)} does not have "
                     f"full column rank {blocks.shape[-1]}, and fixed-rank geometries cannot step "
                     "from there; initialise it with linearly independent columns, a fresh LoRA "
-                    "adapter with rankfold.full_rank_start_(model), or give damping=1e-3"
+                    "adapter with rankfold.full_rank_start_(model), or give damping=1e-3, with "
+                    "which factors that start at zero, as some output projections do, may stay so"
                 )
 
 

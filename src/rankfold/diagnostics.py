@@ -22,6 +22,7 @@ from .geometry_check import GeometryReport, check_geometry
 from .linalg import frobenius, skew, squared_norm, sym
 
 if TYPE_CHECKING:
+    from .combined import CombinedOptimizer
     from .optimizer import RiemannianSGD
 
 __all__ = ["GeometryReport", "check_geometry", "explain", "log_to", "measure"]
@@ -205,7 +206,7 @@ class LogHandle:
 
 
 def log_to(
-    optimizer: RiemannianSGD,
+    optimizer: RiemannianSGD | CombinedOptimizer,
     sink: Sink | ScalarWriter,
     every: int = 100,
     *,
@@ -215,7 +216,8 @@ def log_to(
     """Send the diagnostics of every ``every``-th step to ``sink``; the other steps cost nothing.
 
     Args:
-        optimizer: whose steps; recording is switched on for those that are logged.
+        optimizer: whose steps; recording is switched on for those that are logged. Of what
+            `build_optimizer` returns the products.
         sink: called as ``sink(step, values)``, with values by name, ``"member/number"``. An
             object with ``add_scalar``, like TensorBoard's SummaryWriter, gets them one by one.
         every: steps from one record to the next.
@@ -225,13 +227,15 @@ def log_to(
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
+    # By name: that class is built on the one this module serves.
+    products: Any = getattr(optimizer, "products", optimizer)
     taken = start
     switched = False
 
     def before(*_: object) -> None:
         nonlocal switched
-        if (taken + 1) % every == 0 and not optimizer.recording_diagnostics:
-            optimizer.record_diagnostics()
+        if (taken + 1) % every == 0 and not products.recording_diagnostics:
+            products.record_diagnostics()
             switched = True
 
     def after(*_: object) -> None:
@@ -239,7 +243,7 @@ def log_to(
         taken += 1
         try:
             # A step on which no grid had a gradient measured nothing.
-            if taken % every == 0 and (members := optimizer.diagnostics()):
+            if taken % every == 0 and (members := products.diagnostics()):
                 _send(sink, taken, _flat(members, per_member))
         finally:
             back()
@@ -247,12 +251,12 @@ def log_to(
     def back() -> None:
         nonlocal switched
         if switched:
-            optimizer.record_diagnostics(False)
+            products.record_diagnostics(False)
             switched = False
 
     hooks = [
-        optimizer.register_step_pre_hook(before),
-        optimizer.register_step_post_hook(after),
+        products.register_step_pre_hook(before),
+        products.register_step_post_hook(after),
     ]
 
     def stop() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -51,6 +52,9 @@ class Factor:
         bias: Tensor | None = None,
     ) -> None:
         _require_real(param, "a factor")
+        blocks, start = _whole("blocks", blocks), _whole("start", start)
+        rank = None if rank is None else _whole("rank", rank)
+        stride = None if stride is None else _whole("stride", stride)
         if param.dim() < 2:
             raise ValueError(f"a factor needs 2 or more dimensions, got {describe(param)}")
         dim = axis + param.dim() if axis < 0 else axis
@@ -195,7 +199,7 @@ class Grid:
         self.rate = rate
         self.sides = sides
         self.tilted = tilted
-        self.groups = groups
+        self.groups = groups = _whole("groups", groups)
         self.left = _as_factors(left)
         self.right = _as_factors(right)
         label = self._label
@@ -295,7 +299,8 @@ def require_disjoint(factors: Iterable[tuple[str, Factor]]) -> None:
             for other, theirs in taken:
                 if region.overlaps(theirs):
                     raise ValueError(
-                        f"{label} and {other} read the same part of {describe(region.param)}"
+                        f"{label} and {other} read the same part of {describe(region.param)} (is "
+                        "a grid given twice, or start= or blocks= wrong?)"
                     )
             taken.append((label, region))
 
@@ -312,6 +317,14 @@ def _require_real(param: Tensor, what: str) -> None:
         raise ValueError(
             f"{what} must be float64, float32, bfloat16 or float16, got {describe(param)}"
         )
+
+
+def _whole(name: str, number: int) -> int:
+    """An integer, of any type that is one."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {number!r}") from None
 
 
 def describe(param: Tensor) -> str:

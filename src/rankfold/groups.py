@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .eager import uncompiled
 from .factors import Grid
@@ -27,7 +28,7 @@ def as_groups(grids: Grid | Iterable[Grid] | Iterable[Group]) -> list[Group]:
 
 def listed(grids: Any) -> list[Any]:
     """What a user gives as grids; raise for a model, which is no grid and holds none."""
-    if isinstance(grids, nn.Module):
+    if isinstance(grids, nn.Module | Optimizer):
         raise TypeError(
             f"expected grids, got {type(grids).__name__}; rankfold.attention_grids(model) has "
             "those of a model, and rankfold.lora_grids(model) those of its adapters"
