@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as distributed
 
 from rankfold import Factor, Grid, RiemannianSGD
 
 from .reference import GEOMETRIES
-from .toys import Toy, clones, same_bits, train, unchanged
+from .toys import Toy, clones, same_bits, saying, train, unchanged
 
 LOW = (torch.bfloat16, torch.float16)
 GRID_KEYS = {"grids", "grid_names"}
@@ -364,3 +365,23 @@ def test_copy_of_the_optimizer_alone() -> None:
         train(shell, twin, range(2, 5))
     train(model, optimizer, range(2, 5))
     assert same_bits(model.parameters(), shell.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_another_model_is_refused_and_changes_nothing(dtype: torch.dtype) -> None:
+    """It would go in, and break the next step."""
+    model, other = Toy(dtype), Toy(dtype)
+    other.q, other.k = (nn.Parameter(torch.cat([p, p], 1)) for p in (other.q, other.k))
+    optimizers = [
+        RiemannianSGD(each.grids(), 0.1, geometry="fixed-quotient", momentum=0.5)
+        for each in (model, other)
+    ]
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        for p in each.parameters():
+            p.grad = torch.ones_like(p)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    words = saying("saved for a parameter of shape (8, 6)", "of shape (8, 12)", "another model")
+    with unchanged(model.parameters(), optimizers[0]), pytest.raises(ValueError, match=words):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())

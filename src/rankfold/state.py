@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .eager import uncompiled
+from .factors import describe
 from .geometries.course import Running
 from .precision import working_dtype
 from .stacks import Plan, Stack, needs_master
@@ -149,6 +150,7 @@ class StatefulOptimizer(Optimizer):
         loaded: dict[str, Any] = {}
 
         def remember(_: Optimizer, saved: dict[str, Any]) -> None:
+            _require_shapes(self.param_groups, saved)
             loaded.update(saved)
 
         def restore(_: Optimizer) -> None:
@@ -169,6 +171,19 @@ class StatefulOptimizer(Optimizer):
         finally:
             before.remove()
             after.remove()
+
+
+def _require_shapes(groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Raise where a saved momentum or master is not of its parameter's shape."""
+    ids = (i for group in saved["param_groups"] for i in group["params"])
+    params = (p for group in groups for p in group["params"])
+    for index, param in zip(ids, params, strict=False):  # torch counts them
+        for key, value in saved["state"].get(index, {}).items():
+            if not key.startswith(_RUNNING) and value.shape != param.shape:
+                raise ValueError(
+                    f"the {key} saved for {describe(param)} is of shape {tuple(value.shape)}: it "
+                    "belongs to another model, or to its parameters in another order"
+                )
 
 
 def _has_running(group: dict[str, Any]) -> bool:
