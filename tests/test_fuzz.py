@@ -41,7 +41,7 @@ TOTAL = sum(SIZES)
 OPTIONS: dict[str, list[Any]] = {
     "lr": [0.125, 0.625],
     "momentum": [0.0, 0.5, 0.875],
-    "normalize": ["metric", "spectral", None],
+    "normalize": ["metric", "spectral", "whitened", "schatten-inf", None],
     "gradient_repair": ["none", "average", "exact"],
     "trust_region": [None, 0.5],
 }

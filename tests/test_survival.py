@@ -439,24 +439,3 @@ def test_safeguards_factor_nothing_and_wait_for_nothing(
         with Deny(), DenyReading():
             optimizer.step()
             optimizer.step()
-
-
-@pytest.mark.parametrize("options", [{}, {"normalize": "whitened"}])
-def test_a_trust_region_does_not_look_at_the_gauge(options: dict[str, Any]) -> None:
-    """Of fixed-quotient, where it is a bound on factors: (A S, B S⁻ᵀ) goes where (A, B) goes."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (9, 7))
-    slope = torch.randn(9, 7, generator=generator, dtype=torch.float64)
-    turn = torch.randn(3, 3, generator=generator, dtype=torch.float64)
-    ends, cut = [], []
-    for s in (torch.eye(3, dtype=torch.float64), turn):
-        left, right = nn.Parameter(a @ s), nn.Parameter(b @ torch.linalg.inv(s).mT)
-        optimizer = RiemannianSGD(
-            Grid(left, right), 10.0, geometry="fixed-quotient", trust_region=0.5, **options
-        )
-        left.grad, right.grad = slope @ right.detach(), slope.mT @ left.detach()
-        optimizer.step()
-        ends.append((left @ right.mT).detach())
-        cut.append(optimizer.counts())
-    assert cut == [{"grid0[0]": {"clipped": 1}}] * 2
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-9)

@@ -95,10 +95,11 @@ class RiemannianSGD(StatefulOptimizer):
             ``"exact"``, the nearest gradient in least squares. Isometry geometries always make
             the exact one, which costs them nothing.
         damping: an absolute ridge δ ≥ 0 in the r×r solves of the fixed-rank geometries, for
-            factors that start rank-deficient, like LoRA's zero B. The one option that gives up
-            gauge invariance: it compares a factor's size with a fixed number.
+            factors that start rank-deficient, like LoRA's zero B. It gives up gauge invariance,
+            since it compares a factor's size with a fixed number.
         trust_region: clip each step to this share, in (0, 1], of the largest one for which the
-            retraction is certain to be well defined. None leaves steps alone.
+            retraction is certain to be well defined. None leaves steps alone. In
+            ``fixed-quotient`` it bounds the change of factors, and so looks at the gauge.
         rank_floor: ``fixed-embedded`` only: keep the singular values of each product above this
             share, in [0, 1), of their root mean square. 0 lets them vanish.
         capturable: make steps that a CUDA graph can record and ``torch.compile`` need not compile

@@ -240,13 +240,14 @@ class FixedQuotient(Geometry):
         return WeighedTangent(vector, (frame.right.lower, frame.left.lower), square)
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
-        # ‖L⁻¹A_iᵀΞ_Ai L⁻ᵀ‖₂ < 1 with A_iᵀA_i = L Lᵀ, which is similar to A_i⁺Ξ_Ai and does not
-        # depend on the gauge, and likewise for every B_j.
+        # ‖A_i⁺Ξ_Ai‖₂ < 1 and ‖B_j⁺Ξ_Bj‖₂ < 1 for every factor. In the frames of the factors the
+        # same matrix would have a norm that does not look at the gauge, but that lets a gauge drift
+        # until it cannot be resolved: measured, in docs/safeguards.md.
         sizes = []
         for stacked, xi in zip(frame.point, coords.vector, strict=True):
             blocks = stacked.view_as(xi)
             lower = linalg.cholesky(tall.gram(blocks), frame.damping).inverse
-            sizes.append(linalg.norm_bound(lower @ tall.overlap(blocks, xi) @ lower.mT).amax(1))
+            sizes.append(linalg.norm_bound(lower.mT @ (lower @ tall.overlap(blocks, xi))).amax(1))
         return 1 / torch.maximum(*sizes)
 
     def retract(
