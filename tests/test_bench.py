@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rankfold.bench import PRESETS, check_modes, run, stacked_case
+from rankfold.bench import PRESETS, check_modes, report, run, stacked_case
 from rankfold.bench import __main__ as bench_main
 from rankfold.bench.cases import Case, orthonormalize_quickly
 from rankfold.bench.contenders import ADAMW, LR, LiteralSGD, enlist, riemannian
@@ -77,6 +77,44 @@ def test_the_table_names_everyone(tiny: tuple[str, Path]) -> None:
     assert re.search(r"recommended +eager +(its own)? +whitened, additive", output)
     assert "geoopt" in output  # in the table or, where it is not installed, in a note
     assert "AdamW everywhere" in output
+
+
+def test_what_is_recommended_can_be_timed_alone(tmp_path: Path) -> None:
+    """Every momentum is then its optimizer's own, and the plot has one panel."""
+    alone = ("--geometry", "recommended", "--no-literal", "--output", str(tmp_path))
+    result = invoke("--preset", "tiny", *alone)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "tiny.png").stat().st_size > 1000
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankfold.bench.command.run", lambda *_, **__: pytest.fail("timed"))
+    (tmp_path / "file").touch()
+    result = invoke("--preset", "tiny", "--output", str(tmp_path / "file" / "made"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.strip().endswith("file/made: Not a directory")
+
+
+def test_a_narrow_terminal_gets_whole_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    header = ["optimizer", "mode", "momentum", "normalization, retraction", "ms", "× AdamW"]
+    header += ["peak MiB", "state MiB", "floor MiB", "GB/s", "of copy"]
+    line = ["fixed-quotient", "eager", "0", "metric, additive", "12.3", "4.56"]
+    line += ["1234.5", "123.4", "567.8", "9.87", "65.4%"]
+    report._print_table("title", header, [line], "caption", left=4)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    (row,) = (each for each in lines if "fixed-quotient" in each)
+    assert row.split()[:5] == ["fixed-quotient", "eager", "0", "12.3", "4.56"]
+    assert not any("…" in each or len(each) > 80 for each in lines)
+    told = " ".join(lines)
+    assert "Left out for want of room: normalization, retraction, floor MiB, of copy" in told
 
 
 def test_the_csv_has_a_row_for_each_contender(tiny: tuple[str, Path]) -> None:

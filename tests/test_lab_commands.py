@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from rankfold.lab import records
 from rankfold.lab.commands import COMMANDS, _sweep_file
 from rankfold.lab.sweep import Outcome, read_sweep, run_sweep, statuses
 
-from .lab_runs import small, write_corpus
+from .lab_runs import run, small, write_corpus
 
 Command = Callable[..., Any]
 STAGES = {
@@ -281,6 +282,90 @@ def test_compare_makes_a_page(command: Command, corpus: Path, tmp_path: Path) ->
     assert made.exit_code == 0, made.output
     assert len(records.read_runs(tmp_path / "comparison" / "runs")) == 4
     assert "isometry-quotient" in (tmp_path / "comparison" / "index.html").read_text("utf-8")
+
+
+def test_what_is_named_twice_is_compared_once(
+    command: Command, corpus: Path, tmp_path: Path
+) -> None:
+    small_sizes = [each for each in sizes(corpus) if "optimizer." not in each]
+    names = ("--optimizer", "adamw", "--optimizer", "adamw", "--set", "training.steps=10")
+    made = command("compare", *names, *small_sizes, "--workers", 2, "--device", "cpu")
+    assert made.exit_code == 0, made.output
+    assert made.stderr.count("finished  mha-adamw") == 1
+    assert len(records.read_runs(tmp_path / "comparison" / "runs")) == 1
+
+
+def test_options_are_shown_as_they_come_to(command: Command, corpus: Path) -> None:
+    few = ("--optimizer", "recommended", "--steps", 3, "--set=training.steps=3")
+    small_sizes = [each for each in sizes(corpus) if "optimizer." not in each]
+    made = command("train", *small_sizes, *few, "--device", "cpu", "--json")
+    assert made.exit_code == 0, made.output
+    summary = json.loads(made.stdout)
+    told = summary["config"]["optimizer"]
+    assert (told["momentum"], told["normalize"], told["vo_rate"]) == (0.8, "whitened", 4.0)
+    assert "momentum=0.8, " in command("inspect", summary["folder"]).stdout
+
+
+def test_interrupted_runs_and_broken_ones_are_told_apart(
+    command: Command, corpus: Path, tmp_path: Path
+) -> None:
+    """A report shows the first kind, and names folders of the second."""
+    config = small(corpus, training__steps=3)
+    for name in ("interrupted", "broken"):
+        run(config, tmp_path / "runs" / name)
+        records.write_json(tmp_path / "runs" / name / records.STATUS, {"workers": 1})
+    (tmp_path / "runs" / "broken" / records.CONFIG).write_text("", encoding="utf-8")
+    assert f"{config.key}: interrupted" in command("inspect", "runs/interrupted").stdout
+    page = command("report", "runs", "--output", "page")
+    assert page.exit_code == 0, page.output
+    assert page.stdout.startswith("1 run, report: ")
+    assert "cannot be read: runs/broken" in page.stderr
+    assert "no process is at it" in (tmp_path / "page" / "index.html").read_text("utf-8")
+    with records.held(tmp_path / "runs" / "interrupted"):
+        assert f"{config.key}: running" in command("inspect", "runs/interrupted").stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--output", "file/x"),
+        ("compare", "--output", "file/x"),
+        ("sweep", "sweep.toml", "--output", "file/x"),
+        ("report", "runs", "--output", "file/x"),
+        ("bench", "--preset", "tiny", "--output", "file/x"),
+    ],
+)
+def test_folders_that_cannot_be_made_are_one_sentence(
+    words: tuple[str, ...], command: Command, corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    sweep_file(tmp_path, corpus, GRID)
+    run(small(corpus, training__steps=3), tmp_path / "runs" / "run")
+    given = sizes(corpus) if words[0] in ("train", "compare") else []
+    given = [each for each in given if "optimizer." not in each]
+    one = ["--optimizer", "adamw"] if words[0] == "compare" else []
+    failed = command(*words, *given, *one)
+    assert failed.exit_code == 2, failed.output
+    assert re.search(r"^Error: file/x.*: Not a directory$", failed.stderr, re.M)
+    assert "Traceback" not in failed.output
+
+
+def test_a_cache_that_cannot_be_made_is_one_sentence(
+    command: Command, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANKFOLD_CACHE", str(tmp_path / "file" / "cache"))
+    failed = command("train", *sizes(corpus))
+    assert failed.exit_code == 2
+    assert "cannot keep tokens in" in failed.stderr
+    assert "RANKFOLD_CACHE names another folder" in failed.stderr
+
+
+def test_a_file_without_a_terminal_hears_of_every_tenth(command: Command, corpus: Path) -> None:
+    made = command("train", *sizes(corpus), "--set=training.validate_every=2", "--device", "cpu")
+    assert made.exit_code == 0, made.output
+    told = [line.split(" ")[0] for line in made.stderr.splitlines() if " loss " in line]
+    assert told == [f"{step}/30" for step in (4, 6, 10, 12, 16, 18, 22, 24, 28, 30)]
 
 
 def test_check_measures_a_geometry(command: Command) -> None:

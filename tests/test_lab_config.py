@@ -13,6 +13,8 @@ from rankfold.defaults import RECOMMENDED_NAME
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import config
 from rankfold.lab.config import OPTIMIZERS, PRESETS, RunConfig, from_dict, preset
+from rankfold.lab.model import Decoder
+from rankfold.lab.optimizers import Riemannian, build
 
 
 def test_options_are_read_from_text_and_keys_follow_them() -> None:
@@ -62,15 +64,60 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"optimizer.lr": "2^99999"}, "optimizer.lr is a number"),
         ({"optimizer.lr": -1}, "optimizer.lr must be at least 0"),
         ({"optimizer.growth": -1}, "optimizer.growth must be at least 0"),
-        ({"optimizer.tilt": 0.25}, "optimizer.tilt: adamw has no whitened steps"),
+        ({"optimizer.tilt": 0.25}, "optimizer.tilt: adamw has none, leave it at 0.0"),
         ({"optimizer.tilted_products": "qk"}, "tilted_products is one of all, vo, not 'qk'"),
         *(
             (
                 {"optimizer.name": name, "optimizer.tilted_products": "vo"},
-                f"tilted_products vo needs a geometry: with {name} leave it at all",
+                f"tilted_products: {name} has none, leave it at all",
             )
             for name in OPTIMIZERS
             if name not in (*GEOMETRIES, RECOMMENDED_NAME)
+        ),
+        *(
+            (
+                {"optimizer.name": name, f"optimizer.{option}": value},
+                f"optimizer.{option}: {name} has none, leave it at",
+            )
+            for name, option, value in (
+                ("adamw", "growth", 0.5),
+                ("adamw", "normalize", "spectral"),
+                ("adamw", "nesterov", True),
+                ("adamw", "retraction", "polar"),
+                ("muon", "momentum_form", "heavy-ball"),
+                ("muon", "product_decay", 0.5),
+                ("muon", "dion_rank", 0.5),
+                ("dion", "tilt", 0.5),
+                ("frozen", "momentum", 0.5),
+                ("fixed-quotient", "dion_rank", 0.5),
+                ("recommended", "dion_rank", 0.5),
+            )
+        ),
+        *(
+            ({"optimizer.name": name, **options}, words)
+            for name in ("muon", "whitened", "fixed-quotient")
+            for options, words in (
+                ({"optimizer.tilt": 0.3}, "tilt is one of 0.0, 0.125, 0.25, 0.5, 1.0, not 0.3"),
+                ({"optimizer.tilt": 2}, "tilt is one of .* not 2.0"),
+                ({"optimizer.row_balance": -1}, r"row_balance must be in \[0, 1\], not -1"),
+                ({"optimizer.row_balance": 1.5}, r"row_balance must be in \[0, 1\], not 1.5"),
+            )
+        ),
+        (
+            {"optimizer.name": "isometry-quotient", "optimizer.retraction": "svd"},
+            "retraction is one of polar, qr, not 'svd'",
+        ),
+        (
+            {"optimizer.name": "recommended", "optimizer.retraction": "qr"},
+            "retraction is one of additive, not 'qr'",
+        ),
+        (
+            {
+                "optimizer.name": "isometry-quotient",
+                "optimizer.lr": 0,
+                "optimizer.scale_lr": 0.5,
+            },
+            "scale_lr follows the schedule of optimizer.lr, and needs one above 0",
         ),
         (
             {"optimizer.name": "fixed-quotient", "optimizer.tilted_products": "vo"},
@@ -80,6 +127,7 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
         ({"training.steps": ""}, "training.steps is a number"),
         ({"training.steps": [1]}, "training.steps is a number"),
         ({"training.warmup": -3}, "training.warmup must be at least 0"),
+        ({"training.seed": -1}, "training.seed must be at least 0"),
         ({"training.steps": 1.5}, "whole number"),
         ({"training.steps": 0}, "at least 1"),
         ({"model.rope": "maybe"}, "true or false"),
@@ -99,6 +147,23 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
 def test_wrong_options_say_what_to_do(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RunConfig().with_options(options)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "kv_heads", "retraction"),
+    [("isometry-embedded", 8, "svd"), ("isometry-embedded", 1, "qr"), ("fixed-embedded", 1, "svd")],
+)
+def test_retractions_are_those_of_the_models_grids(
+    geometry: str, kv_heads: int, retraction: str
+) -> None:
+    told = {"optimizer.name": geometry, "model.kv_heads": kv_heads}
+    config = RunConfig().with_options({**told, "optimizer.retraction": retraction})
+    stepper, _ = build(Decoder(config.model, 50), config.optimizer)
+    assert isinstance(stepper, Riemannian)  # which takes it
+    if geometry == "isometry-embedded":
+        other = {**told, "model.kv_heads": 9 - kv_heads, "optimizer.retraction": retraction}
+        with pytest.raises(ValueError, match="retraction is one of"):
+            RunConfig().with_options(other)
 
 
 @pytest.mark.parametrize("name", ["tilt", "row_balance"])

@@ -19,9 +19,19 @@ from rankfold.lab.contest import (
     TUNING_SEED,
     Cell,
     Choice,
+    Losses,
     run_contest,
 )
-from rankfold.lab.contest_report import Entry, Result, standing, write_contest
+from rankfold.lab.contest_report import (
+    Entry,
+    Result,
+    dot_plot,
+    results,
+    standing,
+    write_contest,
+)
+from rankfold.lab.figures import style
+from rankfold.lab.report import write_report
 from rankfold.lab.tuning import Setting
 
 from .contest_runs import CENTRES, Lab, bowl, contest
@@ -52,7 +62,7 @@ def around(centre: float, spread: float = 0.001, seeds: int = 8) -> list[float]:
         ({"muon": around(4, 0), "fixed-embedded": around(4.02)}, False, "Muon is better"),
         ({"muon": around(4, 0)}, None, "no verdict"),
         ({"adamw": around(4, 0), "fixed-embedded": around(3.9)}, None, "no verdict"),
-        ({"muon": around(4, 0), "fixed-embedded": around(3.9, 0, 7)}, None, "open, 1 runs"),
+        ({"muon": around(4, 0), "fixed-embedded": around(3.9, 0, 7)}, None, "open, 1 run of"),
         (
             {"muon": around(4, 0), "dion": around(3.97, 0), "fixed-embedded": around(3.98)},
             False,
@@ -77,6 +87,13 @@ def test_fewer_seeds_are_no_verdict() -> None:
     )
     assert result.met is None
     assert result.verdict.startswith("preliminary, of fewer than 8 seeds")
+
+
+def test_a_verdict_waits_for_those_it_is_about_alone() -> None:
+    losses = {"muon": around(4, 0), "fixed-embedded": around(3.98), "adamw": around(4.2, 0, 5)}
+    result = result_of(losses)
+    assert result.met
+    assert result.verdict.endswith("; 3 runs of other methods are still to be made.")
 
 
 def test_the_best_of_several_pays_for_the_choice() -> None:
@@ -125,7 +142,9 @@ def test_the_page_has_what_the_numbers_say(tmp_path: Path) -> None:
     found = write_contest(held, lab.root, tmp_path)
     assert [r.met for r in found] == [True] * 2
     page = (tmp_path / "index.html").read_text("utf-8")
-    assert "It is met in 2 of 2 comparisons; 0 of them are open." in page
+    assert "It is met in 2 of 2 comparisons. The pair" in page
+    assert "chosen by the losses shown here" not in page
+    assert "Settings were tuned on another seed" in page
     assert len(re.findall(r"Goal met: fixed-quotient − muon = −0\.0[23]", page)) == 2
     assert "2⁻¹⁸*" in page  # where AdamW's lines ended
     assert "0.95*" in page  # the last momentum there is
@@ -161,13 +180,91 @@ def test_the_page_has_what_the_numbers_say(tmp_path: Path) -> None:
     assert (adamw["interior"], adamw["adamw_mean"]) == ("0", "")
     tuning = (tmp_path / "tuning/index.html").read_text("utf-8")
     assert "Learning rates" in tuning
+    assert "chosen by the losses shown here" in tuning
 
 
 def test_a_contest_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
     found = write_contest(contest(), tmp_path / "runs", tmp_path)
-    assert [r.verdict for r in found] == ["open, 16 runs of the comparison are still to be made."]
+    assert [r.verdict for r in found] == ["open, 24 runs of the comparison are still to be made."]
     assert "not tuned yet" in (tmp_path / "index.html").read_text("utf-8")
     assert not (tmp_path / "figures" / "contest.svg").exists()
+
+
+def test_methods_of_one_optimizer_stay_apart(tmp_path: Path) -> None:
+    names = ("muon", "fixed-quotient", "fixed-quotient-tilted", "fixed-quotient-tilted-vo")
+    lab = Lab(tmp_path / "runs", bowl(CENTRES))
+    held = contest(methods=names, seeds=2)
+    run_contest(held, lab.root, lab.make)
+    write_contest(held, lab.root, tmp_path)
+    for page, settings in ((tmp_path, 1), (tmp_path / "tuning", 16)):
+        with (page / "tables/summary.csv").open(encoding="utf-8", newline="") as file:
+            lines = list(csv.DictReader(file))
+        assert {line["optimizer"] for line in lines} == set(names)
+        assert len(lines) == settings * len(names)
+        assert sum(int(line["best"]) for line in lines) == len(names)
+        shown = (page / "index.html").read_text("utf-8").partition("<h2>Summary</h2>")[2]
+        tags = re.findall(r"best of \d+", shown.partition("<details>")[0])
+        assert tags == ["best of 16"] * (len(names) if settings > 1 else 0)
+
+
+def test_methods_have_lines_of_their_own() -> None:
+    assert len({style(name) for name in METHODS}) == len(METHODS)
+
+
+def test_what_a_contest_no_longer_shows_is_removed(tmp_path: Path) -> None:
+    lab, held = Lab(tmp_path / "runs", bowl(CENTRES)), contest(seeds=2)
+    run_contest(held, lab.root, lab.make)
+    write_contest(held, lab.root, tmp_path)
+    assert (tmp_path / "figures/contest.svg").exists()
+    write_contest(contest(methods=("adamw",)), lab.root, tmp_path)
+    assert not (tmp_path / "figures/contest.svg").exists()
+    assert (tmp_path / "tables/contest.csv").exists()
+    write_report(records.read_runs(lab.root), tmp_path)
+    assert not (tmp_path / "tables/contest.csv").exists()
+
+
+def test_losses_are_known_by_their_seeds(tmp_path: Path) -> None:
+    held, lab = contest(seeds=2, first_seed=8), Lab(tmp_path, bowl(CENTRES))
+    run_contest(held, tmp_path, lab.make)
+    (result,) = results(held, Losses(tmp_path))
+    assert [sorted(entry.losses) for entry in result.entries] == [[8, 9]] * 3
+
+
+def test_counts_agree(tmp_path: Path) -> None:
+    held = contest(seeds=2, methods=("muon", "adamw"))
+    assert "comparison 0 of 4" in standing(held, tmp_path / "runs")
+    (found,) = write_contest(held, tmp_path / "runs", tmp_path)
+    assert found.verdict.startswith("open, 4 runs of the comparison are")
+    page = (tmp_path / "index.html").read_text("utf-8")
+    assert "met in 0 of 1 comparison; 1 is open, with runs still to be made." in page
+
+
+def test_a_comparison_of_few_seeds_is_not_called_open(tmp_path: Path) -> None:
+    held, lab = contest(seeds=2, models=("mha", "gqa")), Lab(tmp_path / "runs", bowl(CENTRES))
+    run_contest(held, lab.root, lab.make)
+    write_contest(held, lab.root, tmp_path)
+    page = (tmp_path / "index.html").read_text("utf-8")
+    assert "met in 0 of 2 comparisons; 2 are preliminary, of fewer than 8 seeds." in page
+
+
+def test_the_figure_has_room_for_its_words(tmp_path: Path) -> None:
+    names = ("muon", "fixed-quotient", "adamw", "whitened")
+    held = contest(models=("mha", "rope"), methods=names, annealings=("linear",))
+    lab = Lab(tmp_path, bowl(CENTRES))
+    run_contest(held, tmp_path, lab.make)
+    ((_, _, figure),) = dot_plot(results(held, Losses(tmp_path)))
+    figure.draw_without_rendering()
+    width = figure.bbox.width
+    for axis in figure.axes:
+        for text in (axis.title, *axis.get_yticklabels()):
+            box = text.get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= width
+        low, high = sorted(axis.get_ylim())
+        assert low <= -0.5
+        assert high >= len(axis.get_yticks()) - 0.5
+    (legend,) = figure.legends
+    said = [text.get_text() for text in legend.get_texts()]
+    assert said == ["ours", "Muon with a part of what ours have", "AdamW", "goal, −0.01 nats"]
 
 
 def test_where_a_contest_stands(tmp_path: Path) -> None:

@@ -55,13 +55,15 @@ def test_no_run_outlives_its_sweep(
             assert sweep.poll() is None
             assert time.monotonic() < until
             time.sleep(0.1)
+        assert sorted(statuses(configs, root).values()) == ["new", "new", "running", "running"]
         os.kill(sweep.pid, kind)
         sweep.wait(timeout=20)
         time.sleep(2)
         before = written(root)
         time.sleep(1)
         assert written(root) == before
-        assert sorted(statuses(configs, root).values()) == ["new", "new", "running", "running"]
+        expected = ["interrupted", "interrupted", "new", "new"]
+        assert sorted(statuses(configs, root).values()) == expected
     finally:
         with suppress(ProcessLookupError):
             os.killpg(sweep.pid, signal.SIGKILL)

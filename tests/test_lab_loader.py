@@ -178,10 +178,12 @@ def test_batches_of_a_split_corpus(tmp_path: Path, cache: Path) -> None:
             assert loader.next().tolist() == samples
 
 
-@pytest.mark.parametrize(("documents", "words"), [(1, "1 document"), (3, "3 documents")])
+@pytest.mark.parametrize(
+    ("documents", "words"), [(1, "there is but 1 document"), (3, "there are but 3 documents")]
+)
 def test_a_long_text_of_few_documents_warns(documents: int, words: str) -> None:
     config, tokens = DataConfig(batch=2, context=4), store([1000] * documents)
-    with pytest.warns(UserWarning, match=f"at most 0.8% of these .* there is but {words}"):
+    with pytest.warns(UserWarning, match=f"at most 0.8% of these .* {words};"):
         Loader(tokens, config, END, seed=0)
 
 

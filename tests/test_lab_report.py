@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import random
@@ -14,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.lines import Line2D
+from matplotlib.markers import CARETUP
 
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import statistics as st
-from rankfold.lab.figures import loss_figures, rate
+from rankfold.lab.config import OPTIMIZERS, OPTIONS_OF, OptimizerConfig
+from rankfold.lab.figures import diagnostic_figures, loss_figures, rate
 from rankfold.lab.rate_figures import rate_figures, rate_ticks
-from rankfold.lab.records import CONFIG, STATUS, Recorder, Run, read_runs, write_json
+from rankfold.lab.records import CONFIG, METRICS, STATUS, Recorder, Run, read_runs, write_json
 from rankfold.lab.report import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -136,6 +140,114 @@ def test_one_bad_rate_does_not_flatten_the_others(tmp_path: Path) -> None:
     assert 6.3 < high < 6.7
 
 
+def test_what_is_off_the_scale_is_no_momentum(tmp_path: Path) -> None:
+    for k, momentum in enumerate((0.0, 0.5, 0.6, 0.7, 0.8, 0.95)):
+        fake_run(tmp_path, "fixed-embedded", 0, 6.0 + k / 100, lr=2.0**-4, momentum=momentum)
+        fake_run(tmp_path, "fixed-embedded", 0, 6.1 + k / 100, lr=2.0**-3, momentum=momentum)
+    fake_run(tmp_path, "fixed-embedded", 0, 900.0, lr=2.0**-2)
+    (study,) = st.studies_of(read_runs(tmp_path))
+    ((_, _, figure),) = rate_figures(study)
+    off = [line for line in figure.axes[0].get_lines() if line.get_marker() == CARETUP]
+    assert sum(np.size(line.get_xdata()) for line in off) == 1
+    assert not any(line.get_clip_on() for line in off)
+    handles = [h for h in figure.legends[0].legend_handles if isinstance(h, Line2D)]
+    keys = {str(handle.get_marker()) for handle in handles}
+    assert len(keys & set("osDP*X")) == 6
+    assert not keys & {"^", "v"}
+
+
+def test_a_rate_of_zero_is_not_drawn(tmp_path: Path) -> None:
+    for lr in (0.0, 2.0**-9, 2.0**-8):
+        fake_run(tmp_path, "adamw", lr=lr)
+    (study,) = st.studies_of(read_runs(tmp_path))
+    ((_, caption, figure),) = rate_figures(study)
+    assert caption.endswith("A rate of 0 has no place on the axis.")
+    drawn = [np.asarray(line.get_xdata(), float) for line in figure.axes[0].get_lines()]
+    assert set(np.concatenate(drawn)) == {2**-9, 2**-8}
+
+
+def test_the_key_of_rates_tells_what_took_effect(tmp_path: Path) -> None:
+    for name in ("adamw", "muon", "recommended", "fixed-embedded"):
+        for lr in (2.0**-9, 2.0**-8):
+            fake_run(tmp_path, name, lr=lr)
+    (study,) = st.studies_of(read_runs(tmp_path))
+    ((_, _, figure),) = rate_figures(study)
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said[4:] == [
+        *("normalize metric", "normalize whitened"),
+        *("momentum 0", "momentum 0.8", "momentum 0.9"),
+    ]
+    fake_run(tmp_path, "muon", lr=2.0**-7)
+    rivals = [run for run in read_runs(tmp_path) if run.option("optimizer.name") != "recommended"]
+    (study,) = st.studies_of(rivals)
+    ((_, _, figure),) = rate_figures(study)
+    assert "normalize metric" not in [t.get_text() for t in figure.legends[0].get_texts()]
+
+
+def panel_of_differences(root: Path) -> tuple[str, tuple[float, float]]:
+    (study,) = st.studies_of(read_runs(root))
+    _, caption, figure = list(loss_figures(study))[-1]
+    return caption, figure.axes[-1].get_ylim()
+
+
+def test_small_differences_are_seen(tmp_path: Path) -> None:
+    fake_run(tmp_path, "adamw", steps=1000)
+    fake_run(tmp_path, "muon", final=3.97, steps=1000)
+    caption, (low, high) = panel_of_differences(tmp_path)
+    assert -0.05 < low < -0.03 < 0 < high < 0.01
+    assert "beyond" not in caption
+    fake_run(tmp_path, "dion", final=5.0, steps=1000)
+    fake_run(tmp_path, "fixed-embedded", final=3.96, steps=1000)
+    fake_run(tmp_path, "frozen", final=6.0, steps=1000)
+    caption, (low, high) = panel_of_differences(tmp_path)
+    assert low < -0.04
+    assert high < 0.2
+    assert caption.endswith("; parts of frozen, Dion lie beyond the panel.")
+
+
+def test_a_bad_start_and_a_spike_leave_the_panel(tmp_path: Path) -> None:
+    fake_run(tmp_path, "adamw", steps=1000)
+    fake_run(tmp_path, "muon", final=3.97, steps=1000)
+    (folder,) = tmp_path.glob("*muon*")
+    lines = [json.loads(line) for line in (folder / METRICS).read_text("utf-8").splitlines()]
+    for line in lines:
+        if line["kind"] == "validation" and line["step"] in (*range(101), 500):
+            line["loss"] += 2
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    caption, (low, high) = panel_of_differences(tmp_path)
+    assert -0.05 < low < high < 0.01
+    assert caption.endswith("; parts of Muon lie beyond the panel.")
+
+
+def test_without_a_common_seed_there_is_no_difference(tmp_path: Path) -> None:
+    fake_run(tmp_path, "adamw", 0)
+    fake_run(tmp_path, "muon", 1)
+    (study,) = st.studies_of(read_runs(tmp_path))
+    for _, caption, figure in loss_figures(study):
+        assert len(figure.axes) == 1
+        assert "Below" not in caption
+
+
+def test_diagnostics_are_named_in_full_and_counted_from_zero(tmp_path: Path) -> None:
+    fake_run(tmp_path, "fixed-embedded")
+    (folder,) = tmp_path.iterdir()
+    names = ("total/skipped", "worst/momentum_decoherence", "worst/smallest_singular_value")
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        for step in (10, 20):
+            values = {name: (1e-4 - 1e-6 * step) * (k > 0) for k, name in enumerate(names)}
+            file.write(json.dumps({"kind": "diagnostics", "step": step, "values": values}) + "\n")
+    (study,) = st.studies_of(read_runs(tmp_path))
+    ((_, _, figure),) = diagnostic_figures(study)
+    figure.draw_without_rendering()
+    assert [axis.title.get_text().replace("\n", "") for axis in figure.axes] == list(names)
+    for axis in figure.axes:
+        wide = axis.get_window_extent().width  # which longer numbers beside it make smaller
+        assert axis.title.get_window_extent().width < 0.9 * wide
+    low, high = figure.axes[0].get_ylim()
+    assert -0.1 < low < 0
+    assert high == 1
+
+
 def test_a_curve_of_one_point_is_seen(tmp_path: Path) -> None:
     fake_run(tmp_path, "adamw", steps=10)
     (study,) = st.studies_of(read_runs(tmp_path))
@@ -184,6 +296,52 @@ def test_an_option_that_came_later_does_not_part_seeds(tmp_path: Path) -> None:
     fake_run(tmp_path, "adamw", 1, 4.0, vo_rate=1.0)
     fake_run(tmp_path, "adamw", 2, 4.0, vo_rate=2.0)
     assert sorted(len(s.runs) for s in st.settings_of(read_runs(tmp_path))) == [1, 2]
+
+
+def test_options_are_those_in_effect(tmp_path: Path) -> None:
+    for name in ("adamw", "muon", "dion", "frozen", "fixed-embedded", "recommended"):
+        fake_run(tmp_path / "runs", name, 0, 4.0)
+    write_report(read_runs(tmp_path / "runs"), tmp_path / "report")
+    rows = {row["optimizer"]: row for row in read(tmp_path / "report/tables/summary.csv")}
+    shown = {
+        name: tuple(row[f"optimizer.{o}"] for o in ("momentum", "normalize", "nesterov", "tilt"))
+        for name, row in rows.items()
+    }
+    assert shown == {
+        "adamw": ("0.9", "", "", ""),
+        "muon": ("0.0", "", "", "0.0"),
+        "dion": ("0.0", "", "", ""),
+        "frozen": ("", "", "", ""),
+        "fixed-embedded": ("0.0", "metric", "False", "0.0"),
+        "recommended": ("0.8", "whitened", "True", "0.25"),
+    }
+    cells = re.findall(r'<th scope="row">Muon.*?</tr>', text_of(tmp_path / "report"), re.DOTALL)
+    assert [re.findall(r'"option">(.*?)<', cell).count("–") for cell in cells] == [5]
+    assert "optimizer.lr" not in rows["muon"]  # the same wherever there is one
+
+
+def test_every_optimizer_has_its_options() -> None:
+    options = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    assert OPTIONS_OF.keys() == set(OPTIMIZERS)
+    assert set().union(*OPTIONS_OF.values()) <= options
+
+
+def test_the_best_is_among_those_with_most_seeds(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        fake_run(tmp_path / "runs", "adamw", seed, 4.0 + seed / 10)
+        fake_run(tmp_path / "runs", "muon", seed, 3.9 + seed / 9)
+    fake_run(tmp_path / "runs", "adamw", 0, 3.0, lr=2.0**-9)
+    fake_run(tmp_path / "runs", "muon", 0, 3.0, lr=2.0**-9)
+    (study,) = st.studies_of(read_runs(tmp_path / "runs"))
+    assert study.baseline is study.best["adamw"]
+    assert [len(study.best[name].losses) for name in ("adamw", "muon")] == [3, 3]
+    result = study.against_baseline(study.best["muon"])
+    assert result is not None
+    assert math.isfinite(result.p)
+    write_report(read_runs(tmp_path / "runs"), tmp_path / "report")
+    page = text_of(tmp_path / "report")
+    assert "the lowest mean loss of those with the most seeds" in page
+    assert page.count('class="tag baseline"') == 1
 
 
 def test_a_seed_run_twice_counts_once(tmp_path: Path) -> None:
@@ -305,8 +463,35 @@ def test_the_page_is_in_order_and_asks_for_nothing(full: tuple[Path, list[Path]]
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', page)) <= set(ids)
     assert "2⁻¹²" in page
     assert page.count("<details>") == 2
-    assert page.count("beyond the panel.</figcaption>") == 2  # frozen, run for one model
+    assert page.count("parts of frozen lie beyond the panel.</figcaption>") == 2  # of one model
     assert page.count('class="tag baseline"') == 4  # in both tables of both models
+
+
+def test_nothing_of_an_earlier_report_is_left(tmp_path: Path) -> None:
+    for name in ("adamw", "fixed-embedded"):
+        for lr in (2.0**-9, 2.0**-8):
+            fake_run(tmp_path / "runs", name, lr=lr, diagnostics=True)
+            fake_run(tmp_path / "runs", name, lr=lr, gqa=True)
+    runs, page = read_runs(tmp_path / "runs"), tmp_path / "page"
+    write_report(runs, page)
+    theirs = [page / "figures/mha_talk.png", page / "tables/notes.csv", page / "gqa_time.svg"]
+    for path in theirs:
+        path.write_text("a user's", encoding="utf-8")
+    written = write_report([run for run in runs if run.key.startswith("mha-adamw")], page)
+    left = sorted(path for path in page.rglob("*") if path.is_file())
+    assert left == sorted([*written, *theirs])
+    assert not list(page.rglob("gqa_*.csv"))
+
+
+def test_a_list_of_files_leads_nowhere_else(tmp_path: Path) -> None:
+    fake_run(tmp_path / "runs", "adamw")
+    outside = tmp_path / "mine.txt"
+    outside.write_text("mine", encoding="utf-8")
+    (tmp_path / "page").mkdir()
+    listed = ["../mine.txt", "figures/../../mine.txt", str(outside), "mine.txt", "figures/", ""]
+    write_json(tmp_path / "page/.report.json", {"files": listed})
+    write_report(read_runs(tmp_path / "runs"), tmp_path / "page")
+    assert outside.exists()
 
 
 def test_the_same_runs_make_the_same_report(tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ import torch
 from rankfold import RiemannianSGD
 from rankfold.geometries import GEOMETRIES
 from rankfold.lab import graphs, records
-from rankfold.lab.config import (
-    TrainingConfig,
-)
+from rankfold.lab.config import TrainingConfig
 from rankfold.lab.model import Decoder
 from rankfold.lab.optimizers import Riemannian, WideAdamW, build
 from rankfold.lab.sweep import run_sweep
-from rankfold.lab.training import Progress, rate_factor, train
+from rankfold.lab.training import Progress, Trainer, rate_factor, train
 
 from .lab_runs import killed_at, run, same_weights, small, write_corpus
 
@@ -290,6 +288,23 @@ def test_divergence_ends_a_run_and_keeps_its_record(corpus: Path, tmp_path: Path
     assert run(config, tmp_path / "run").status == "diverged"
 
 
+@pytest.mark.parametrize("checkpoint_every", [25, 500])
+def test_checkpoints_do_not_hide_a_divergence(
+    checkpoint_every: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a single step, the one before a checkpoint."""
+    advance = Trainer.advance
+
+    def advance_badly(self: Trainer, clock: Any) -> torch.Tensor:
+        loss = advance(self, clock)
+        return loss * math.inf if self.step == 25 else loss
+
+    monkeypatch.setattr(Trainer, "advance", advance_badly)
+    config = small(corpus, training__checkpoint_every=checkpoint_every)
+    assert run(config, tmp_path / "run").status == "diverged"
+    assert not (tmp_path / "run" / records.CHECKPOINT).exists()
+
+
 def test_steps_that_were_skipped_are_named(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,8 +369,9 @@ def test_what_is_no_run_is_left_out(corpus: Path, tmp_path: Path) -> None:
         (tmp_path / name / records.CONFIG).write_text(text, encoding="utf-8")
     assert [found.folder.name for found in records.read_runs(tmp_path)] == ["run"]
     # An empty file is what a power cut can leave.
-    (tmp_path / "run" / records.STATUS).write_text("", encoding="utf-8")
-    assert records.read_run(tmp_path / "run").status == "running"
+    for text in ("", '{"message": "of no status"}'):
+        (tmp_path / "run" / records.STATUS).write_text(text, encoding="utf-8")
+        assert records.read_run(tmp_path / "run").status == "running"
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(corpus: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from .bench import MOMENTA, OURS, PRESETS, Case, check_modes, default_modes, sta
 from .bench import command as bench_command
 from .devices import device_named
 from .lab.commands import COMMANDS
+from .lab.options import plainly
 
 _INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
@@ -111,18 +112,19 @@ def bench(
         raise typer.BadParameter("a whole step needs a --preset", param_hint="--whole-step")
     if threads is not None:
         torch.set_num_threads(threads)
-    bench_command.bench(
-        cases,
-        where,
-        geometries=geometry or OURS,
-        momenta=MOMENTA if momentum is None else momentum,
-        modes=modes,
-        literal=literal,
-        rivals=rivals,
-        repeats=repeats,
-        whole_step=whole_step,
-        output=output,
-    )
+    with plainly():
+        bench_command.bench(
+            cases,
+            where,
+            geometries=geometry or OURS,
+            momenta=MOMENTA if momentum is None else momentum,
+            modes=modes,
+            literal=literal,
+            rivals=rivals,
+            repeats=repeats,
+            whole_step=whole_step,
+            output=output,
+        )
 
 
 def _device(name: str | None) -> torch.device:

@@ -27,6 +27,8 @@ def bench(
     """Time each case, print its tables, and write the files if a folder is given."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # where events and graphs are made
+    if output is not None:
+        report.make_folder(output)  # whether it can be is not found out after all has been timed
     finished = []
     for case in cases:
         whole_steps: list[WholeStep] = []

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..defaults import RECOMMENDED, RECOMMENDED_NAME
 from . import ADAMW, Results, Row, WholeStep
 from .contenders import LR
 from .whole_step import BASE
@@ -36,6 +38,11 @@ _COLOURS = {
     "literal form, eager": "#d55e00",
     "other optimizers": "#8c8c8c",
 }
+# Of a table that is too wide for a terminal, these are left out, one after the other.
+_LEAST_FIRST = (
+    *("normalization, retraction", "floor MiB", "of copy", "state MiB", "GB/s", "mode"),
+    *("peak MiB", "× AdamW, graph", "momentum"),
+)
 _PACKAGES = ("rankfold", "torch", "numpy", "geoopt", "peft", "triton")
 
 
@@ -103,23 +110,43 @@ def _print_table(title: str, header: Cells, lines: list[Cells], caption: str, le
         return
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
-    table = Table(
-        title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1)
-    )
-    for k, name in enumerate(header):
-        table.add_column(name, justify="left" if k < left else "right", no_wrap=k == 0)
-    before = lines[0][0]
-    for line in lines:
-        if line[0].removeprefix("literal ") != before.removeprefix("literal "):
-            table.add_section()
-        before = line[0]
-        table.add_row(*line)
     console = Console()
     if not console.is_terminal:
         console = Console(width=180)  # a file has no edge to wrap at
-    console.print(table)
+
+    def table(shown: Sequence[str]) -> Table:
+        made = Table(
+            title=title,
+            caption=caption,
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1),
+        )
+        for k, name in enumerate(header):
+            if name in shown:
+                made.add_column(name, justify="left" if k < left else "right", no_wrap=True)
+        before = lines[0][0]
+        for line in lines:
+            if line[0].removeprefix("literal ") != before.removeprefix("literal "):
+                made.add_section()
+            before = line[0]
+            made.add_row(*(x for name, x in zip(header, line, strict=True) if name in shown))
+        return made
+
+    shown, wide = list(header), console.options.update(max_width=1000)
+    dropped = []
+    for name in _LEAST_FIRST:
+        if Measurement.get(console, wide, table(shown)).maximum <= console.width:
+            break
+        if name in shown:
+            shown.remove(name)
+            dropped.append(name)
+    console.print(table(shown))
+    if dropped:
+        console.print(f"Left out for want of room: {', '.join(dropped)}; --output has them.")
 
 
 def _number(value: float) -> str:
@@ -160,13 +187,20 @@ def progress_bar() -> Iterator[Progress]:
 # Files -------------------------------------------------------------------------------------------
 
 
+def make_folder(folder: Path) -> None:
+    """The folder of the files; raises OSError if it cannot be made, or written into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def write(
     folder: Path,
     finished: Sequence[tuple[Results, Sequence[WholeStep]]],
     options: dict[str, Any],
 ) -> list[str]:
     """Write CSV and plot of each case, and machine.json; return what was written, in words."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     said = []
     drawing = importlib.util.find_spec("matplotlib") is not None
     for results, whole_steps in finished:
@@ -242,7 +276,9 @@ def draw(results: Results, path: Path) -> None:
     """Bars of time by contender, a panel for each momentum, with AdamW as a line through all."""
     from matplotlib.figure import Figure
 
-    momenta = sorted({row.momentum for row in results.rows if row.momentum is not None})
+    momenta: list[float | None] = []
+    momenta += sorted({row.momentum for row in results.rows if row.momentum is not None})
+    momenta = momenta or [None]  # one panel, where all have their own
     bars: dict[str, list[Row]] = {}
     for row in results.rows:
         bars.setdefault(row.contender.removeprefix("literal "), []).append(row)
@@ -259,7 +295,8 @@ def draw(results: Results, path: Path) -> None:
     )
     for axis, panel, nu in zip(axes, panels, momenta, strict=True):
         _draw_panel(axis, panel)
-        axis.set_title(f"momentum {nu:g}", fontsize=10)
+        if nu is not None:
+            axis.set_title(f"momentum {nu:g}", fontsize=10)
     adamw = next(r.ms for r in results.rows if r.contender == ADAMW and r.mode == "eager")
     times = [row.ms for row in results.rows]
     for axis in axes:
@@ -315,6 +352,8 @@ def _draw_panel(axis: Axes, panel: dict[str, list[Row]]) -> None:
             )
         if places:
             method = _method(ranked[0])
+            if name == RECOMMENDED_NAME:  # in every panel, and at none of their momenta
+                method = f"momentum {RECOMMENDED['momentum']:g}, {method}"
             label = f"{name}\n{method}" if method else name
             ticks.append(((places[0] + places[-1]) / 2, label))
         place += len(ranked) + 0.6

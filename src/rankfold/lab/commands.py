@@ -16,7 +16,7 @@ from ..devices import device_named
 from ..geometries import GEOMETRIES
 from . import records
 from .comparing import compare
-from .config import preset
+from .config import in_effect, preset
 from .options import (
     DIVERGED,
     AsJson,
@@ -30,6 +30,7 @@ from .options import (
     Validation,
     Workers,
     configured,
+    counted,
     data_options,
     leave,
     pairs,
@@ -133,7 +134,16 @@ def _summary(run: records.Run) -> dict[str, Any]:
         "message": run.message,
         "steps": run.training.steps[-1] if run.training.steps else 0,
         "validation_loss": final_loss(run),
-        "config": run.config,
+        "config": _in_effect(run),
+    }
+
+
+def _in_effect(run: records.Run) -> dict[str, dict[str, Any]]:
+    """The run's options as they come to, where its optimizer has values of its own."""
+    optimizer = run.config["optimizer"]["name"]
+    return {
+        group: {name: in_effect(f"{group}.{name}", x, optimizer) for name, x in options.items()}
+        for group, options in run.config.items()
     }
 
 
@@ -186,7 +196,7 @@ def sweep(
 
 def _listing(found: dict[str, str]) -> str:
     lines = [f"{status:>9}  {key}" for key, status in found.items()]
-    return "\n".join([*lines, f"{len(found)} runs"])
+    return "\n".join([*lines, counted(len(found), "run")])
 
 
 def _sweep_file(name: str) -> Path:
@@ -215,14 +225,17 @@ def report(
     with plainly():
         if not runs.is_dir():
             raise FileNotFoundError(f"there is no folder {str(runs)!r}")
-        found = records.read_runs(runs)
+        unreadable: list[Path] = []
+        found = [records.as_it_stands(run) for run in records.read_runs(runs, unreadable.append)]
+        for folder in unreadable:
+            typer.echo(f"left out, as its record cannot be read: {folder}", err=True)
         if not found:
             raise ValueError(f"there are no runs in {runs}; make some with rankfold train or sweep")
         written = write_report(found, output, title)
     if as_json:
         say([str(path) for path in written])
     else:
-        typer.echo(f"{len(found)} runs, report: {output / 'index.html'}")
+        typer.echo(f"{counted(len(found), 'run')}, report: {output / 'index.html'}")
 
 
 def inspect(
@@ -258,11 +271,12 @@ def inspect(
 
 def _show_run(folder: Path, as_json: bool) -> None:
     found = records.read_run(folder)
+    found = dataclasses.replace(found, status=records.standing(folder))
     if as_json:
         say(_summary(found))
         return
     lines = [f"{found.key}: {found.status} {found.message}".rstrip(), f"  {_loss(found)}"]
-    for group, options in found.config.items():
+    for group, options in _in_effect(found).items():
         lines.append(f"{group}: " + ", ".join(f"{k}={v}" for k, v in options.items()))
     for name, curve in found.diagnostics.items():
         lines.append(f"  {name}: {curve.values[-1]:.4g} at step {curve.steps[-1]}")

@@ -115,7 +115,9 @@ def compare(
             )
             for name in optimizer or ("adamw", "muon", *GEOMETRIES, RECOMMENDED_NAME)
         ]
-        configs = [c.with_options({"training.seed": s}) for c in configs for s in range(seeds or 1)]
+        seeded = (c.with_options({"training.seed": s}) for c in configs for s in range(seeds or 1))
+        # A run that is named twice is one run: two would wait for each other's folder.
+        configs = list({config.key: config for config in seeded}.values())
         outcomes = _make(configs, output / "runs", device, workers)
         found = records.read_runs_of(configs, output / "runs")
         write_report(found, output, f"rankfold compare: {preset_name}")

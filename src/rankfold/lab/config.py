@@ -7,14 +7,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, get_type_hints
 
 from ..defaults import OUTPUT_RATE, RECOMMENDED, RECOMMENDED_NAME, VALUE_OUTPUT_RATE
-from ..geometries import GEOMETRIES
+from ..geometries import GEOMETRIES, geometry_for
 from ..schatten import exponent
+from ..whitening import TILTS
 from .corpus import DataConfig
 from .model import MODEL_PRESETS, ModelConfig
 
@@ -32,7 +33,14 @@ NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
 TILTED_PRODUCTS = ("all", "vo")
 _NOT_BELOW_ZERO = {
     "optimizer": ("lr", "other_lr", "weight_decay", "growth"),
-    "training": ("warmup", "clip", "diagnostics_every"),
+    "training": ("warmup", "clip", "diagnostics_every", "seed"),
+}
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "momentum": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "row_balance": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "dion_rank": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "vo_rate": (lambda x: x > 0, "above 0"),
+    "output_rate": (lambda x: x > 0, "above 0"),
 }
 
 
@@ -214,53 +222,8 @@ def _number(value: Any) -> float:
 
 
 def _check(config: RunConfig) -> None:
-    optimizer, training = config.optimizer, config.training
-    _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
-    if exponent(optimizer.normalize) is None:
-        known = (*NORMALIZATIONS, "whitened", "schatten-p")
-        _one_of("optimizer.normalize", optimizer.normalize, known)
+    training = config.training
     _one_of("training.annealing", training.annealing, ANNEALINGS)
-    if not 0 <= optimizer.momentum < 1:
-        raise ValueError(f"optimizer.momentum must be in [0, 1), not {optimizer.momentum}")
-    if not 0 < optimizer.dion_rank <= 1:
-        raise ValueError(f"optimizer.dion_rank must be in (0, 1], not {optimizer.dion_rank}")
-    for name in ("vo_rate", "output_rate"):
-        if not getattr(optimizer, name) > 0:
-            raise ValueError(f"optimizer.{name} must be above 0, not {getattr(optimizer, name)}")
-    if optimizer.output_rate != 1:
-        if optimizer.name in GEOMETRIES and optimizer.normalize != "whitened":
-            raise ValueError(
-                "optimizer.output_rate needs optimizer.normalize whitened, where each factor goes "
-                f"by itself, not {optimizer.normalize}"
-            )
-        if optimizer.name in ("muon", "whitened", "dion") and optimizer.weight_decay:
-            raise ValueError(
-                "optimizer.output_rate needs optimizer.weight_decay 0: with "
-                f"{optimizer.name} both factors decay at one rate"
-            )
-    if optimizer.name == RECOMMENDED_NAME:
-        for name in CHOSEN:
-            if getattr(optimizer, name) != DEFAULTS["optimizer"][name]:
-                raise ValueError(
-                    f"optimizer.{name} is chosen by {RECOMMENDED_NAME}: to choose it yourself, set "
-                    "optimizer.name to a geometry"
-                )
-    if optimizer.name in ("adamw", "dion", "frozen"):
-        for name in ("tilt", "row_balance"):
-            if getattr(optimizer, name):
-                raise ValueError(f"optimizer.{name}: {optimizer.name} has no whitened steps")
-    _one_of("optimizer.tilted_products", optimizer.tilted_products, TILTED_PRODUCTS)
-    if optimizer.tilted_products != "all":
-        if optimizer.name not in GEOMETRIES:
-            raise ValueError(
-                f"optimizer.tilted_products {optimizer.tilted_products} needs a geometry: with "
-                f"{optimizer.name} leave it at all"
-            )
-        if not (optimizer.tilt or optimizer.row_balance):
-            raise ValueError(
-                f"optimizer.tilted_products {optimizer.tilted_products} changes nothing without "
-                "optimizer.tilt or optimizer.row_balance: set one of them, or leave it at all"
-            )
     for name in ("steps", "accumulate", "validate_every", "validation_batches", "checkpoint_every"):
         if getattr(training, name) < 1:
             raise ValueError(f"training.{name} must be at least 1")
@@ -273,6 +236,71 @@ def _check(config: RunConfig) -> None:
             "a CUDA graph measures nothing on the way: set training.diagnostics_every to 0 or "
             "training.graph to false"
         )
+    _check_values(config.optimizer)
+    _check_owned(config.optimizer)
+    _check_rates(config.optimizer)
+    _check_retraction(config.optimizer, config.model)
+
+
+def _check_values(optimizer: OptimizerConfig) -> None:
+    """Each option by itself."""
+    _one_of("optimizer.name", optimizer.name, OPTIMIZERS)
+    if exponent(optimizer.normalize) is None:
+        known = (*NORMALIZATIONS, "whitened", "schatten-p")
+        _one_of("optimizer.normalize", optimizer.normalize, known)
+    _one_of("optimizer.tilted_products", optimizer.tilted_products, TILTED_PRODUCTS)
+    _one_of("optimizer.tilt", optimizer.tilt, TILTS)
+    for name, (fits, range_) in _RANGES.items():
+        value = getattr(optimizer, name)
+        if not fits(value):
+            raise ValueError(f"optimizer.{name} must be {range_}, not {value}")
+
+
+def _check_owned(optimizer: OptimizerConfig) -> None:
+    """What would do nothing, and yet be a run of its own, is refused."""
+    owned = OPTIONS_OF[optimizer.name] | {"lr"}  # presets give one to all
+    for name, default in _DEFAULT_OPTIMIZER.items():
+        if getattr(optimizer, name) == default or name in owned:
+            continue
+        if optimizer.name == RECOMMENDED_NAME and name in CHOSEN:
+            raise ValueError(
+                f"optimizer.{name} is chosen by {RECOMMENDED_NAME}: to choose it yourself, set "
+                "optimizer.name to a geometry"
+            )
+        raise ValueError(f"optimizer.{name}: {optimizer.name} has none, leave it at {default}")
+    if optimizer.tilted_products != "all" and not (optimizer.tilt or optimizer.row_balance):
+        raise ValueError(
+            f"optimizer.tilted_products {optimizer.tilted_products} changes nothing without "
+            "optimizer.tilt or optimizer.row_balance: set one of them, or leave it at all"
+        )
+
+
+def _check_rates(optimizer: OptimizerConfig) -> None:
+    """Learning rates beside each other."""
+    if optimizer.scale_lr and not optimizer.lr:
+        raise ValueError(
+            "optimizer.scale_lr follows the schedule of optimizer.lr, and needs one above 0"
+        )
+    if optimizer.output_rate == 1:
+        return
+    if optimizer.name in GEOMETRIES and optimizer.normalize != "whitened":
+        raise ValueError(
+            "optimizer.output_rate needs optimizer.normalize whitened, where each factor goes "
+            f"by itself, not {optimizer.normalize}"
+        )
+    if optimizer.name in ("muon", "whitened", "dion") and optimizer.weight_decay:
+        raise ValueError(
+            "optimizer.output_rate needs optimizer.weight_decay 0: with "
+            f"{optimizer.name} both factors decay at one rate"
+        )
+
+
+def _check_retraction(optimizer: OptimizerConfig, model: ModelConfig) -> None:
+    if not optimizer.retraction:
+        return
+    told = RECOMMENDED["geometry"] if optimizer.name == RECOMMENDED_NAME else optimizer.name
+    known = geometry_for(told, model.heads // model.kv_heads, 1).retractions
+    _one_of("optimizer.retraction", optimizer.retraction, known)
 
 
 def in_effect(option: str, value: Any, optimizer: str) -> Any:
@@ -285,10 +313,26 @@ def in_effect(option: str, value: Any, optimizer: str) -> Any:
     return value
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, known: Sequence[object]) -> None:
     if value not in known:
-        raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+        raise ValueError(f"{name} is one of {', '.join(map(str, known))}, not {value!r}")
 
+
+_DEFAULT_OPTIMIZER = dataclasses.asdict(OptimizerConfig())
+# Those of all optimizers, most of them for the AdamW of all other weights.
+_COMMON = {"name", "other_lr", "weight_decay", "masters"}
+_RATES = {"lr", "momentum", "vo_rate", "output_rate"}
+_OF_GEOMETRIES = _DEFAULT_OPTIMIZER.keys() - {"dion_rank"}
+_OF_MUON = _COMMON | _RATES | {"tilt", "row_balance", "norm_floor"}
+OPTIONS_OF: dict[str, Set[str]] = {
+    "adamw": _COMMON | _RATES,
+    "muon": _OF_MUON,
+    "whitened": _OF_MUON,
+    "dion": _COMMON | _RATES | {"dion_rank"},
+    "frozen": _COMMON,
+    **dict.fromkeys(GEOMETRIES, _OF_GEOMETRIES),
+    RECOMMENDED_NAME: _OF_GEOMETRIES - CHOSEN.keys(),
+}
 
 DEFAULTS = RunConfig().as_dict()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from . import records
 from .config import RunConfig
@@ -22,10 +24,17 @@ from .tuning import MOMENTA, MOST_GROWTH
 
 GOAL, LEVEL, SEEDS = 0.01, 0.01, 8  # nats below the best Muon, p-value, seeds at least
 _TIMED_RUNS = 8
+_CHOICE = (
+    "Settings were tuned on another seed, and each method has one. Intervals and p-values do not "
+    "account for the number of comparisons."
+)
 _COLUMNS = ["method", "lr of QK", "of V", "of O", "momentum", "tried", "loss", "std", "seeds"]
 _COLUMNS += ["− best Muon", "p", "− AdamW", "p", "− pair", "p"]
 _COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "pair": "#c47f3a"}
 _COLOURS |= {"ours": "#0000ff", "reference": "#8c8c8c"}
+_KINDS = {"ours": "ours", "muon": "Muon", "pair": "Muon with a part of what ours have"}
+_KINDS |= {"adamw": "AdamW", "reference": "ours for reference"}
+_GOAL_COLOUR = "#008c00"
 
 
 @dataclass(frozen=True)
@@ -98,11 +107,18 @@ class Result:
 
     @property
     def missing(self) -> int:
-        """Final runs of our candidates and the Muon kinds still to be made."""
+        """Final runs still to be made, of all methods."""
+        return sum(map(self._missing_of, self.entries))
+
+    @property
+    def open(self) -> bool:
+        """Whether runs are missing that decide: of our candidates and the Muon kinds."""
         shown = [e for e in self.entries if e.method.kind in ("muon", "ours")]
-        return sum(
-            self.planned - len(e.losses) for e in shown if e.note != "diverged at every rate"
-        )
+        return any(map(self._missing_of, shown))
+
+    def _missing_of(self, entry: Entry) -> int:
+        lost = entry.choice is not None and math.isinf(entry.choice.loss)
+        return 0 if lost else self.planned - len(entry.losses)
 
     @property
     def candidates(self) -> int:
@@ -127,16 +143,29 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is, None while that is open."""
-        if self.missing or self.best is None or self.planned < SEEDS:
+        """Whether the goal is, None where that cannot be said."""
+        if self.undecided or self.best is None:
             return None
         return self.best[1].mean <= -GOAL and self.best[1].p < LEVEL
 
     @property
+    def undecided(self) -> str:
+        """Why there is no verdict: "open", "preliminary", "no verdict"; else ""."""
+        if self.open:
+            return "open"
+        if self.best is None:
+            return "no verdict"
+        return "preliminary" if self.planned < SEEDS else ""
+
+    def _left(self, what: str) -> str:
+        count = "1 run" if self.missing == 1 else f"{self.missing} runs"
+        return f"{count} of {what} {'is' if self.missing == 1 else 'are'} still to be made"
+
+    @property
     def verdict(self) -> str:
         """One sentence."""
-        if self.missing:
-            return f"open, {self.missing} runs of the comparison are still to be made."
+        if self.open:
+            return f"open, {self._left('the comparison')}."
         if self.best is None or self.rival is None:
             return "no verdict, it takes one of ours and Muon or Dion."
         entry, test = self.best
@@ -148,6 +177,8 @@ class Result:
         ).replace("= <", "< ")
         if self.left_out:
             facts += f"; without a mean, as seeds diverged: {', '.join(self.left_out)}"
+        if self.missing:
+            facts += f"; {self._left('other methods')}"
         if self.planned < SEEDS:
             return f"preliminary, of fewer than {SEEDS} seeds: {facts}."
         if self.met:
@@ -169,7 +200,7 @@ def _result(contest: Contest, cell: Cell, losses: Losses) -> Result:
     for method in contest.entries():
         wanted, choice = contest.tuning(cell, method, losses)
         finals = contest.finals(cell, method, choice)
-        ended = {seed: losses.of(config) for seed, config in enumerate(finals)}
+        ended = {c.training.seed: losses.of(c) for c in finals}
         tried = sum(losses.of(config) is not None for config in wanted)
         known = {seed: loss for seed, loss in ended.items() if loss is not None}
         entries.append(Entry(method, choice, known, tried))
@@ -180,29 +211,45 @@ def write_contest(contest: Contest, root: Path, output: Path) -> list[Result]:
     """Write the page, contest.csv, the figure, and a page of the tuning runs beside it."""
     losses = Losses(root)
     found = results(contest, losses)
+    tuning, finals = _method_runs(contest, losses)
+    methods = {config.key: name for config, name in (*tuning, *finals)}
 
-    def read(wanted: Callable[[Cell, Losses], list[RunConfig]]) -> list[records.Run]:
-        configs = [config for cell in contest.cells() for config in wanted(cell, losses)]
-        return records.read_runs_of(configs, root)
+    def read(made: Sequence[tuple[RunConfig, str]]) -> list[records.Run]:
+        return records.read_runs_of((config for config, _ in made), root)
 
     title = f"rankfold contest: {contest.preset}"
-    write_report(read(contest.tuning_runs), output / "tuning", f"{title}, tuning")
-    pictures = write_figures(_dot_plot(found), output / "figures")
+    write_report(read(tuning), output / "tuning", f"{title}, tuning", methods=methods)
+    pictures = write_figures(dot_plot(found), output / "figures")
     tables = [(r.cell.label, _sentence(r), [_line(r, e) for e in _ranked(r)]) for r in found]
-    findings = Findings("The contest", _words(contest, found), _COLUMNS, tables, pictures)
-    write_report(read(contest.final_runs), output, title, findings)
-    write_csv(output / "tables" / "contest.csv", _csv_lines(found))
+    table = output / "tables" / "contest.csv"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(table, _csv_lines(found))
+    words = _words(contest, found)
+    findings = Findings("The contest", words, _COLUMNS, tables, pictures, [table], _CHOICE)
+    write_report(read(finals), output, title, findings, methods)
     return found
 
 
+def _method_runs(
+    contest: Contest, losses: Losses
+) -> tuple[list[tuple[RunConfig, str]], list[tuple[RunConfig, str]]]:
+    """The runs of tuning and of the comparison, each with the name of its method."""
+    tuning, finals = [], []
+    for cell in contest.cells():
+        for method in contest.entries():
+            wanted, choice = contest.tuning(cell, method, losses)
+            tuning += [(config, method.name) for config in wanted]
+            finals += [(c, method.name) for c in contest.finals(cell, method, choice)]
+    return tuning, finals
+
+
 def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
-    met, open_ = sum(r.met is True for r in found), sum(r.met is None for r in found)
     centres = (f"{m.name} {rate(2.0 ** m.centres[contest.preset])}" for m in contest.entries())
     return [
         f"The goal is a loss at least {GOAL} nats below the best Muon (muon, dion: each factor by "
-        f"itself) with p < {LEVEL} over {SEEDS} seeds or more. It is met in {met} of {len(found)} "
-        f"comparisons; {open_} of them are open. The pair is Muon as seen by products, without "
-        "transport of its momentum: near to ours, and so compared but not counted as Muon.",
+        f"itself) with p < {LEVEL} over {SEEDS} seeds or more. {_counts(found)} The pair is Muon "
+        "as seen by products, without transport of its momentum: near to ours, and so compared "
+        "but not counted as Muon.",
         "Every method was tuned by the same rule, one line of settings after the other: learning "
         "rates in powers of two, half of its centre to twice it; that of value·output products "
         f"alone; momenta {', '.join(f'{m:g}' for m in MOMENTA)}; that of query·key products alone, "
@@ -221,6 +268,21 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         "is not widened for that choice, and no p-value for the number of comparisons on this "
         "page. A null is a null, not a tie.",
     ]
+
+
+def _counts(found: Sequence[Result]) -> str:
+    """In how many comparisons the goal is met, and how many have no verdict for what reason."""
+    met, whole = sum(r.met is True for r in found), len(found)
+    words = [f"It is met in {met} of {whole} comparison{'' if whole == 1 else 's'}"]
+    reasons = {
+        "open": "open, with runs still to be made",
+        "preliminary": f"preliminary, of fewer than {SEEDS} seeds",
+        "no verdict": "without a verdict",
+    }
+    for reason, words_of in reasons.items():
+        if count := sum(r.undecided == reason for r in found):
+            words.append(f"{count} {'is' if count == 1 else 'are'} {words_of}")
+    return "; ".join(words) + "."
 
 
 def _sentence(result: Result) -> str:
@@ -284,7 +346,7 @@ def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
             ]
 
 
-def _dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
+def dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
     """A panel a cell: every method's difference to the best Muon with its interval."""
     shown = [(r, [(e, t) for e in _ranked(r) if (t := e.against(r.rival))]) for r in found]
     shown = [(result, tests) for result, tests in shown if tests]
@@ -292,32 +354,47 @@ def _dot_plot(found: Sequence[Result]) -> Iterator[Drawn]:
         return
     columns = min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
-    height = 1.1 + 0.24 * max(len(tests) for _, tests in shown)
-    figure = Figure(figsize=(8, 0.5 + height * rows), layout="constrained")
+    height = 1.25 + 0.24 * max(len(tests) for _, tests in shown)
+    figure = Figure(figsize=(8, 0.9 + height * rows), layout="constrained")
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(w_pad=0.12)  # type: ignore[call-arg]
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (result, tests) in zip(panels, shown, strict=False):
-        for place, (entry, test) in enumerate(tests):
-            low, high = (test.mean - test.low, test.high - test.mean)
-            interval = [[low], [high]] if test.count > 1 else None
-            colour = _COLOURS[entry.method.kind]
-            axis.errorbar(test.mean, place, xerr=interval, fmt="o", color=colour, ms=4, capsize=2)
-        axis.axvline(0, color="#666666", lw=0.8)
-        axis.axvline(-GOAL, color="#008c00", lw=0.8, ls="--")
-        axis.set_yticks(range(len(tests)), [entry.method.name for entry, _ in tests])
-        axis.tick_params(axis="y", length=0)
-        axis.invert_yaxis()
-        axis.set_title(result.cell.label, fontsize=8.5)
-        rival = result.rival.method.name if result.rival else ""
-        axis.set_xlabel(f"loss − {rival}, nats")
-        axis.grid(visible=True, axis="x")
+        _draw_differences(axis, result, tests)
+        # The model, and below it the rest: in one line it is wider than a panel of two.
+        axis.set_title(result.cell.label.replace(", ", "\n", 1), fontsize=8.5)
     for axis in panels[len(shown) :]:
         axis.set_axis_off()
+    kinds = {entry.method.kind for _, tests in shown for entry, _ in tests}
+    handles = [
+        Line2D([], [], color=_COLOURS[kind], ls="", marker="o", ms=4, label=words)
+        for kind, words in _KINDS.items()
+        if kind in kinds
+    ]
+    handles.append(Line2D([], [], color=_GOAL_COLOUR, lw=0.8, ls="--", label=f"goal, −{GOAL} nats"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     caption = (
         "Differences to the best Muon, paired by seed, with 95% intervals. The dashed line is the "
-        f"goal, {GOAL} nats below it. Blue: ours, brown: Muon, light brown: Muon with a part of "
-        "what ours have, black: AdamW, grey: ours for reference."
+        f"goal, {GOAL} nats below it."
     )
     yield "contest", caption, figure
+
+
+def _draw_differences(axis: Axes, result: Result, tests: Sequence[tuple[Entry, Paired]]) -> None:
+    for place, (entry, test) in enumerate(tests):
+        low, high = (test.mean - test.low, test.high - test.mean)
+        interval = [[low], [high]] if test.count > 1 else None
+        colour = _COLOURS[entry.method.kind]
+        axis.errorbar(test.mean, place, xerr=interval, fmt="o", color=colour, ms=4, capsize=2)
+    axis.axvline(0, color="#666666", lw=0.8)
+    axis.axvline(-GOAL, color=_GOAL_COLOUR, lw=0.8, ls="--")
+    axis.set_yticks(range(len(tests)), [entry.method.name for entry, _ in tests])
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(len(tests) - 0.4, -0.6)  # the first above, and room beside first and last
+    rival = result.rival.method.name if result.rival else ""
+    axis.set_xlabel(f"loss − {rival}, nats")
+    axis.grid(visible=True, axis="x")
 
 
 # Before it is run --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import os
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,6 +74,18 @@ class Corpus:
     validation: Tokens
     vocabulary: int
     end_of_text: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs where tokens or documents do, whatever their files are called and dated."""
+        whole = hashlib.sha256()
+        sides = (self.training, self.validation)
+        for values in {id(side.values): side.values for side in sides}.values():
+            whole.update(np.ascontiguousarray(values).data)
+        for side in sides:
+            for numbers in (side.offsets, side.chosen):
+                whole.update(np.ascontiguousarray(numbers).data)
+        return whole.hexdigest()
 
 
 def _silent(label: str, done: int, total: int) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib as mpl
@@ -17,8 +18,10 @@ from .records import Curve, Run
 from .statistics import ADAMW, Band, Setting, Study, band, difference, thinned
 
 TRAINING_EVERY = 20
-_RELATIVE_LIMIT = 0.4
-_OUTSIDE = 0.05  # the share of a curve that may lie beyond it
+# How far the panel of differences reaches: all but so large a share of a curve's ends, from that
+# share of the run on, up to so many times the median curve's reach.
+_OUTSIDE, _SETTLED, _FARTHEST, _MARGIN = 0.05, 0.1, 3.0, 0.08
+_LEAST_REACH = 0.001
 _STYLES: dict[str, tuple[str, str]] = {
     ADAMW: ("#000000", "-"),
     "fixed-embedded": ("#0000ff", "-"),
@@ -31,6 +34,13 @@ _STYLES: dict[str, tuple[str, str]] = {
     "muon": ("#7a4a21", "-."),
     "whitened": ("#00a0e0", "-."),
     "dion": ("#b08d00", "-."),
+    # Further methods of the contest: the colour's kin, and dashes of their own.
+    "fixed-quotient-growing": ("#f2b500", "--"),
+    "fixed-quotient-tilted": ("#a63c00", "-"),
+    "fixed-quotient-tilted-vo": ("#00806b", "-"),
+    "muon-tilted": ("#c79a6b", ":"),
+    "fixed-embedded-metric": ("#7a7aff", ":"),
+    "isometry-quotient-metric": ("#ff8080", ":"),
 }
 _LABELS = {ADAMW: "AdamW", "muon": "Muon", "dion": "Dion"}
 _OTHER_STYLE = ("#00808c", "-.")
@@ -137,8 +147,7 @@ def loss_figures(study: Study) -> Iterator[Drawn]:
 
 
 def _loss_figure(study: Study, what: str, which: Callable[[Run], Curve]) -> tuple[str, Figure]:
-    baseline = study.baseline
-    relative = baseline is not None and len(study.best) > 1
+    relative = _differences(study, which)
     figure = Figure(figsize=(8, 5.8 if relative else 3.6), layout="constrained")
     axes = figure.subplots(2 if relative else 1, 1, sharex=True, squeeze=False)[:, 0]
     bands = {name: band(list(study.best[name].curves(which).values())) for name in _names(study)}
@@ -147,13 +156,12 @@ def _loss_figure(study: Study, what: str, which: Callable[[Run], Curve]) -> tupl
     caption = f"{study.label}, {what}, mean over seeds of the best setting of each optimizer"
     if any(len(setting.finished) > 1 for setting in study.best.values()):
         caption += ", ± one standard deviation"
-    if relative and baseline is not None:
-        bands = {n: _relative(study.best[n], baseline, which) for n in _names(study)}
-        _draw_bands(axes[1], bands)
+    if relative:
+        _draw_bands(axes[1], relative)
         axes[1].set_ylabel("loss − AdamW")
         caption += ". Below: the difference to AdamW, paired by seed"
-        if _set_relative_limits(axes[1], bands):
-            caption += "; some points lie beyond the panel"
+        if beyond := _set_relative_limits(axes[1], relative):
+            caption += f"; parts of {', '.join(map(label, beyond))} lie beyond the panel"
     axes[-1].set_xlabel("training step")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4 if len(labels) > 6 else 3)
@@ -164,22 +172,49 @@ def _names(study: Study) -> list[str]:
     return in_order(list(study.best))
 
 
+def _differences(study: Study, which: Callable[[Run], Curve]) -> dict[str, Band]:
+    """Bands of the differences to the baseline, nothing if none has a seed in common with it."""
+    if study.baseline is None:
+        return {}
+    bands = {n: _relative(study.best[n], study.baseline, which) for n in _names(study)}
+    found = {name: drawn for name, drawn in bands.items() if drawn.steps}
+    return found if found.keys() - {ADAMW} else {}
+
+
 def _relative(setting: Setting, baseline: Setting, which: Callable[[Run], Curve]) -> Band:
     ours, theirs = setting.curves(which), baseline.curves(which)
     return band([difference(ours[seed], theirs[seed]) for seed in ours if seed in theirs])
 
 
-def _set_relative_limits(axis: Axes, bands: dict[str, Band]) -> bool:
-    """The paper's, but for many points beyond them; return whether points are cut off.
+def _set_relative_limits(axis: Axes, bands: dict[str, Band]) -> list[str]:
+    """What the settled part of the run wants; return whose lines leave the panel.
 
     A spike or a bad start shall not flatten the rest, nor those who learn nothing.
     """
-    values = {name: [v for v in b.means if math.isfinite(v)] for name, b in bands.items()}
-    outside = {n: sum(abs(v) > _RELATIVE_LIMIT for v in vs) for n, vs in values.items()}
-    if any(n > _OUTSIDE * len(values[name]) for name, n in outside.items() if name != "frozen"):
-        return False
-    axis.set_ylim(-_RELATIVE_LIMIT, _RELATIVE_LIMIT)
-    return any(outside.values())
+    extents = [_extent(b) for name, b in bands.items() if name not in (ADAMW, "frozen")]
+    extents = extents or [_extent(b) for b in bands.values()]
+    farthest = _FARTHEST * median(max(-low, high) for low, high in extents)
+    low = max(min(low for low, _ in extents), -farthest)
+    high = min(max(high for _, high in extents), farthest)
+    margin = _MARGIN * max(high - low, _LEAST_REACH)
+    low, high = low - margin, high + margin
+    axis.set_ylim(low, high)
+    return [name for name, b in bands.items() if any(not low <= v <= high for v in b.means)]
+
+
+def _extent(drawn: Band) -> tuple[float, float]:
+    """From where to where the settled part of a band goes, with its deviations and 0."""
+    settled = [
+        (value, spread if math.isfinite(spread) else 0.0)
+        for step, value, spread in zip(drawn.steps, drawn.means, drawn.deviations, strict=True)
+        if step > _SETTLED * drawn.steps[-1] and math.isfinite(value)
+    ]
+    if not settled:
+        return 0.0, 0.0
+    left_out = int(_OUTSIDE * len(settled))
+    low = sorted(value - spread for value, spread in settled)[left_out]
+    high = sorted(value + spread for value, spread in settled)[-1 - left_out]
+    return min(low, 0.0), max(high, 0.0)
 
 
 def _draw_bands(axis: Axes, bands: dict[str, Band]) -> None:
@@ -237,12 +272,14 @@ def diagnostic_figures(study: Study) -> Iterator[Drawn]:
         return
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(8, 0.9 + 1.9 * rows), layout="constrained")
+    figure = Figure(figsize=(8, 0.9 + 2.05 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, sharex=True, squeeze=False).flat)
     handles: dict[str, Any] = {}
     for axis, name in zip(axes, sorted(panels), strict=False):
         _draw_bands(axis, panels[name])
-        axis.set_title(name)
+        axis.set_title(name.replace("/", "/\n"), fontsize=9.5)  # side by side they have little room
+        if not any(any(drawn.means) for drawn in panels[name].values()):
+            axis.set_ylim(-0.04, 1)  # nothing was counted, seen above the axis
         handles |= {str(line.get_label()): line for line in axis.get_lines()}
     for axis in axes[len(panels) :]:
         axis.set_axis_off()

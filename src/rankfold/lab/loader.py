@@ -108,11 +108,12 @@ def _check_use(tokens: Tokens, config: DataConfig) -> None:
     have = int(tokens.lengths.sum()) + len(tokens)
     share = len(tokens) * config.batch * config.context / have
     if len(tokens) < _FEW_DOCUMENTS and share < _SMALL_SHARE:
-        documents = "1 document" if len(tokens) == 1 else f"{len(tokens)} documents"
+        one = len(tokens) == 1
+        there_are = "there is but 1 document" if one else f"there are but {len(tokens)} documents"
         warnings.warn(
             f"training sees at most {share:.1%} of these {have:,} tokens, nearly the same in every "
-            f"pass: a batch begins with a new document, and there is but {documents}; part the "
-            "text into more, in a text file by NUL bytes",
+            f"pass: a batch begins with a new document, and {there_are}; part the text into more, "
+            "in a text file by NUL bytes",
             stacklevel=3,
         )
 

@@ -38,12 +38,24 @@ Workers = Annotated[int, typer.Option(min=1, help="Runs at a time on this machin
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Errors of use as one sentence, without a traceback."""
+    """Errors of use, and of files and folders, as one sentence, without a traceback."""
     try:
         yield
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
+    except (ValueError, ModuleNotFoundError) as error:
+        message = str(error)
+    except OSError as error:
+        # The system's own have a number, and a message that begins with it.
+        named = error.filename is not None and error.strerror
+        message = f"{error.filename}: {error.strerror}" if named else str(error)
+    else:
+        return
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 run", "2 runs"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def configured(start: RunConfig, named: dict[str, Any], sets: list[str] | None) -> RunConfig:

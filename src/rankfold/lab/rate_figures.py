@@ -18,25 +18,31 @@ from .statistics import ADAMW, Setting, Study
 # nats at least.
 _WINDOW, _LEAST_WINDOW, _MARGIN = 3.0, 0.2, 0.08
 _MOST_ACROSS = 12  # columns of a heat map
-_DASHES = {"metric": "-", "none": "--", "spectral": "-."}
-_MARKERS = "os^Dv*"
+_DASHES = {"": "-", "metric": "-", "none": "--", "spectral": "-."}
+_MARKERS = "osDP*X"  # and no triangles, which stand for losses beyond the scale
+_Lines = dict[
+    tuple[str, float, str], dict[float, Setting]
+]  # by name, momentum, normalization; rate
 
 
 def rate_figures(study: Study) -> Iterator[Drawn]:
     """Final loss against the learning rates, where several were run."""
-    lines: dict[tuple[str, float, str], dict[float, Setting]] = {}
-    for setting in reversed(study.settings):  # from the worst: the best of a point stays
-        options = setting.any_run.config["optimizer"]
-        key = (setting.optimizer, options["momentum"], options["normalize"])
-        if setting.losses and setting.optimizer != "frozen":
-            lines.setdefault(key, {})[options["lr"]] = setting
+    lines: _Lines = {}
+    for setting in reversed(study.preferred):  # from the last: the best of a point stays
+        if setting.losses and setting.options.get("optimizer.lr", 0) > 0:  # as logarithms are of
+            options = setting.options
+            normalize = options.get("optimizer.normalize", "")
+            key = (setting.name, options["optimizer.momentum"], normalize)
+            lines.setdefault(key, {})[options["optimizer.lr"]] = setting
     if any(len(points) > 1 for points in lines.values()):
         caption = f"{study.label}: final validation loss against the learning rate, mean over seeds"
         caption += " ± one standard deviation; at each point the best of all other options."
+        if any(s.losses and s.options.get("optimizer.lr") == 0 for s in study.settings):
+            caption += " A rate of 0 has no place on the axis."
         figure, cut_off = _rate_figure(lines)
         caption += " Triangles at the upper edge stand for losses beyond it." if cut_off else ""
         yield f"{study.name}_rates", caption, figure
-    grid = [s for s in study.settings if s.optimizer == ADAMW]
+    grid = [s for s in study.preferred if s.optimizer == ADAMW]
     if _is_grid(
         [(s.any_run.option("optimizer.lr"), s.any_run.option("optimizer.other_lr")) for s in grid]
     ):
@@ -74,17 +80,13 @@ def _ceiling(losses: Iterable[float]) -> float:
     return best + max(_LEAST_WINDOW, _WINDOW * (statistics.median(finite) - best))
 
 
-def _rate_figure(
-    lines: dict[tuple[str, float, str], dict[float, Setting]],
-) -> tuple[Figure, bool]:
+def _rate_figure(lines: _Lines) -> tuple[Figure, bool]:
     """The figure, and whether points are cut off."""
     losses = [setting.loss for points in lines.values() for setting in points.values()]
     ceiling = _ceiling(losses)
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
-    # AdamW knows no normalization, and has its own momentum where none is given.
-    free = [key for key in lines if key[0] != ADAMW or key[1]]
-    momenta = sorted({momentum for _, momentum, _ in free})
+    momenta = sorted({momentum for _, momentum, _ in lines})
     for key in sorted(lines):
         name, momentum, normalize = key
         points, colour = sorted(lines[key].items()), style(name)[0]
@@ -93,16 +95,20 @@ def _rate_figure(
             [s.loss for _, s in points],
             yerr=[_shown_spread(s, ceiling) for _, s in points],
             color=colour,
-            linestyle=_DASHES.get(normalize, ":") if key in free else "-",
-            marker=_MARKERS[momenta.index(momentum) % len(_MARKERS)] if key in free else ".",
+            linestyle=_DASHES.get(normalize, ":"),
+            marker=_MARKERS[momenta.index(momentum) % len(_MARKERS)],
             markersize=5,
             lw=1.3,
             elinewidth=0.8,
             capsize=2,
         )
         above = [x for x, setting in points if setting.loss > ceiling]
-        axis.plot(above, [ceiling] * len(above), ls="", marker=CARETUP, color=colour, ms=8)
-    if any(loss > ceiling for loss in losses):
+        if above:  # marks that are whole, though at the edge
+            at = [ceiling] * len(above)
+            mark = axis.plot(above, at, ls="", marker=CARETUP, color=colour, ms=8, clip_on=False)
+            mark[0].set_in_layout(False)
+    cut_off = any(loss > ceiling for loss in losses)
+    if cut_off:
         floor = min(loss for loss in losses if math.isfinite(loss))
         axis.set_ylim(floor - _MARGIN * (ceiling - floor), ceiling)
     ticks = rate_ticks({x for points in lines.values() for x in points})
@@ -115,9 +121,9 @@ def _rate_figure(
         Line2D([], [], color=style(n)[0], lw=2, label=label(n))
         for n in in_order(list({name for name, _, _ in lines}))
     ]
-    handles += _keys_of_styles(momenta, sorted({normalize for _, _, normalize in free}))
+    handles += _keys_of_styles(momenta, sorted({n for _, _, n in lines if n}))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return figure, any(loss > ceiling for loss in losses)
+    return figure, cut_off
 
 
 def _shown_spread(setting: Setting, ceiling: float) -> float:
@@ -135,7 +141,14 @@ def _keys_of_styles(momenta: Sequence[float], normalizations: Sequence[str]) -> 
         ]
     if len(momenta) > 1:
         handles += [
-            Line2D([], [], color="#666666", ls="", marker=_MARKERS[k % 6], label=f"momentum {m:g}")
+            Line2D(
+                [],
+                [],
+                color="#666666",
+                ls="",
+                marker=_MARKERS[k % len(_MARKERS)],
+                label=f"momentum {m:g}",
+            )
             for k, m in enumerate(momenta)
         ]
     return handles

@@ -6,6 +6,7 @@ A folder a run:
     metrics.jsonl   one line a measurement, of kind "train", "validation" or "diagnostics"
     status.json     "running", "finished", "diverged" or "failed", a message, the machine, and how
                     many workers shared it
+    text.json       a fingerprint of the text it was begun with; runs of earlier versions have none
     checkpoint.pt   while it runs
     weights.pt      the trained model's state_dict, if asked for
 """
@@ -15,10 +16,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from ..bench.report import device_name
 from .config import DEFAULTS, RunConfig
 
 CONFIG, METRICS, STATUS = "config.json", "metrics.jsonl", "status.json"
-CHECKPOINT, WEIGHTS = "checkpoint.pt", "weights.pt"
+CHECKPOINT, WEIGHTS, TEXT = "checkpoint.pt", "weights.pt", "text.json"
 
 
 @contextmanager
@@ -36,23 +38,33 @@ def held(folder: Path) -> Iterator[None]:
 
     Raises ValueError if it is held already. Does nothing where there are no such locks.
     """
+    with _lock(folder) as mine:
+        if mine is False:
+            raise ValueError(
+                f"the run in {folder} is being made by another process: wait for it, or give "
+                "another folder"
+            )
+        yield
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[bool | None]:
+    """Whether the lock of a folder is ours now, None where there are no locks."""
     try:
         import fcntl
     except ModuleNotFoundError:
-        yield
+        yield None
         return
     descriptor = os.open(folder, os.O_RDONLY)
+    mine: bool | None = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"the run in {folder} is being made by another process: wait for it, or give "
-                "another folder"
-            ) from None
+            mine = False
         except OSError:  # a file system without locks
-            pass
-        yield
+            mine = None
+        yield mine
     finally:
         os.close(descriptor)
 
@@ -115,6 +127,30 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def save(path: Path, state: dict[str, Any]) -> None:
+    """What torch can save, atomically: a kill leaves the last file or this one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def saved(checkpoint: Path, device: torch.device) -> dict[str, Any]:
+    """What was saved; raises ValueError if the file was cut off or is another one."""
+    with checkpoint.open("rb") as file:
+        try:
+            state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, OSError, EOFError, UnpicklingError) as error:
+            raise ValueError(
+                f"cannot read {checkpoint}: it is damaged; remove it, and the run begins anew"
+            ) from error
+    return state
+
+
 class Recorder:
     """Appends to a run's metrics. Opened again, it first forgets what came after ``step``."""
 
@@ -152,10 +188,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    # Nothing there: killed between its first two files, or the machine lost power.
-    unknown = {"status": "running", "message": "", "machine": {}}
-    # Which earlier versions did not write down.
-    return {"workers": 1, **(read_object(folder / STATUS) or unknown)}
+    # Nothing there: killed between its first two files, or the machine lost power. Workers are what
+    # earlier versions did not write down.
+    unknown = {"status": "running", "message": "", "machine": {}, "workers": 1}
+    return {**unknown, **read_object(folder / STATUS)}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -182,8 +218,50 @@ def status_of(folder: Path) -> str:
     return str(_status(folder)["status"]) if (folder / CONFIG).exists() else "new"
 
 
+def standing(folder: Path) -> str:
+    """Its status, or "interrupted" if it is said to be running and no process is at it."""
+    status = status_of(folder)
+    if status != "running":
+        return status
+    with _lock(folder) as mine:
+        return "interrupted" if mine else status
+
+
+def as_it_stands(run: Run) -> Run:
+    """The run, whose message says so where it was interrupted."""
+    if standing(run.folder) != "interrupted":
+        return run
+    return replace(run, message="interrupted: no process is at it, and the same command goes on")
+
+
+def text_of(folder: Path) -> str | None:
+    """The fingerprint of the text that a run was begun with, if it was written down."""
+    return read_object(folder / TEXT).get("fingerprint")
+
+
+def check_text(folder: Path, fingerprint: str) -> None:
+    """Raise if the run began with another text, as far as that was written down."""
+    if text_of(folder) not in (None, fingerprint):
+        raise ValueError(
+            "the text of this run has changed since it began: put the old one back, give another "
+            f"--output, or remove {folder}"
+        )
+
+
 def read_run(folder: Path) -> Run:
-    """The run of a folder; raises FileNotFoundError if there is none."""
+    """The run of a folder.
+
+    Raises FileNotFoundError if there is none, and ValueError if its record makes no sense.
+    """
+    try:
+        return _read_run(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"cannot read the record of the run in {folder} ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_run(folder: Path) -> Run:
     written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     status, metrics = _status(folder), folder / METRICS
     curves: dict[str, Curve] = {
@@ -232,7 +310,17 @@ def read_runs_of(configs: Iterable[RunConfig], root: Path) -> list[Run]:
     return [read_run(folder) for folder in folders if (folder / CONFIG).exists()]
 
 
-def read_runs(root: Path) -> list[Run]:
-    """All runs below a folder, in the order of their paths; others have a config.json too."""
-    folders = (path.parent for path in sorted(root.rglob(CONFIG)))
-    return [read_run(folder) for folder in folders if is_run(folder)]
+def read_runs(root: Path, unreadable: Callable[[Path], object] = lambda folder: None) -> list[Run]:
+    """All runs below a folder, in the order of their paths; others have a config.json too.
+
+    ``unreadable`` is told of each folder of a run whose record cannot be read.
+    """
+    found = []
+    for folder in (path.parent for path in sorted(root.rglob(CONFIG))):
+        if not (is_run(folder) or (folder / METRICS).exists()):
+            continue
+        try:
+            found.append(read_run(folder))
+        except (OSError, ValueError):
+            unreadable(folder)
+    return found

@@ -6,7 +6,7 @@ import csv
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from . import figures
-from .config import in_effect
 from .figures import Picture, in_order, label, rate, write_figures
 from .rate_figures import rate_figures
-from .records import Curve, Run
+from .records import Curve, Run, read_object, write_json
 from .statistics import (
     LAST_VALIDATIONS,
     Band,
@@ -31,7 +30,13 @@ from .statistics import (
 )
 
 _TEMPLATE = Path(__file__).with_name("report.html")
+_WRITTEN = ".report.json"
 _STATUSES = ("finished", "running", "diverged", "failed")
+# How settings were chosen, where no findings say otherwise.
+_CHOSEN_HERE = (
+    "Best settings were chosen by the losses shown here. Intervals and p-values do not account for "
+    "that choice, nor for the number of comparisons."
+)
 _MANY_SETTINGS = 3  # of one optimizer, and the main table shows the best alone
 _NOTHING = "–"
 _MODEL_FACTS = ("layers", "heads", "kv_heads", "width", "head_width")
@@ -80,6 +85,8 @@ class Findings:
     columns: list[str]
     tables: list[tuple[str, str, list[list[str]]]]  # title, sentence, rows
     pictures: list[Picture]
+    files: list[Path]  # beside the pictures, all within the page's folders
+    choice: str  # how settings were chosen that the page compares, and what that is to tests
 
 
 def write_report(
@@ -87,17 +94,41 @@ def write_report(
     output: Path,
     title: str = "rankfold report",
     findings: Findings | None = None,
+    methods: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write index.html, figures and tables into a folder; return what was written."""
+    """Write index.html, figures and tables into a folder; return what was written.
+
+    Figures and tables that an earlier report wrote there, and this one did not, are removed.
+    ``methods`` are names by keys of runs, under which they are compared in place of optimizers.
+    """
     runs = sorted(runs, key=lambda run: (run.key, str(run.folder)))
-    studies = studies_of(runs)
+    studies = studies_of(runs, methods or {})
     output.mkdir(parents=True, exist_ok=True)
     sections = _draw_sections(studies, output / "figures", _shared_times(runs))
     tables = _write_tables(runs, studies, output / "tables")
     page = output / "index.html"
     page.write_text(_page(title, runs, studies, sections, findings), encoding="utf-8")
     drawn = [path for _, _, pictures in sections for p in pictures for path in p.paths]
-    return [page, *drawn, *tables]
+    others = [path for p in findings.pictures for path in p.paths] if findings else []
+    others += findings.files if findings else []
+    kept = _remove_leftovers(output, [*drawn, *tables, *others])
+    return [page, *drawn, *tables, kept]
+
+
+def _remove_leftovers(output: Path, written: Sequence[Path]) -> Path:
+    """Remove what the last report wrote besides, and leave a list for the next one.
+
+    The list is how files of reports are told from others that somebody put beside them.
+    """
+    kept, names = output / _WRITTEN, sorted(p.relative_to(output).as_posix() for p in written)
+    for name in read_object(kept).get("files", []):
+        folder, _, file = str(name).partition("/")
+        old = output / folder / file
+        ours = folder in ("figures", "tables") and file == old.name and old.is_file()
+        if ours and name not in names:
+            old.unlink()
+    write_json(kept, {"files": names})
+    return kept
 
 
 # The page ----------------------------------------------------------------------------------------
@@ -122,6 +153,7 @@ def _page(
         studies=[_study_facts(study) for study in studies],
         study_columns=["model", "runs", *map(_plain, _MODEL_FACTS), *_DATA_FACTS, "steps"],
         machines=Counter(_machine(run) for run in runs if run.machine).most_common(),
+        choice=findings.choice if findings else _CHOSEN_HERE,
         shared_times=_shared_times(runs),
         unfinished=_unfinished(runs),
         columns=list(_NUMBERS.values()),
@@ -178,14 +210,14 @@ def _unfinished(runs: Sequence[Run]) -> list[list[str]]:
 
 def _table(study: Study) -> Table:
     names = _shown_options(study.settings)
-    counts = Counter(setting.optimizer for setting in study.settings)
+    counts = Counter(setting.name for setting in study.settings)
     shown: dict[str, Setting] = {}
-    for setting in study.settings:
-        shown.setdefault(setting.optimizer, setting)
+    for setting in study.preferred:
+        shown.setdefault(setting.name, setting)
     main = [
         setting
         for setting in study.settings
-        if counts[setting.optimizer] <= _MANY_SETTINGS or setting is shown[setting.optimizer]
+        if counts[setting.name] <= _MANY_SETTINGS or setting is shown[setting.name]
     ]
     everything = study.settings if len(main) < len(study.settings) else []
     short = [name.split(".")[1] for name in names]
@@ -204,13 +236,13 @@ def _shown_options(settings: Sequence[Setting]) -> list[str]:
 
 
 def _row(study: Study, setting: Setting, names: Sequence[str]) -> Row:
-    rivals = sum(other.optimizer == setting.optimizer for other in study.settings)
+    rivals = sum(other.name == setting.name for other in study.settings)
     return Row(
-        label(setting.optimizer),
-        [_option(n, in_effect(n, setting.options.get(n), setting.optimizer)) for n in names],
+        label(setting.name),
+        [_option(n, setting.options.get(n)) for n in names],
         _numbers(study, setting),
         _status(setting),
-        rivals if rivals > 1 and study.best.get(setting.optimizer) is setting else 0,
+        rivals if rivals > 1 and study.best.get(setting.name) is setting else 0,
         study.baseline is setting,
     )
 
@@ -288,8 +320,8 @@ def _draw_sections(
     kinds = (
         (
             "Loss",
-            "The best setting of each optimizer. Training loss is sampled every "
-            f"{figures.TRAINING_EVERY} steps.",
+            "The best setting of each optimizer: the lowest mean loss of those with the most "
+            f"seeds. Training loss is sampled every {figures.TRAINING_EVERY} steps.",
             figures.loss_figures,
         ),
         ("Learning rates", "Diverged settings have no point.", rate_figures),
@@ -364,10 +396,10 @@ def _summary_lines(studies: Sequence[Study]) -> Iterator[list[Any]]:
             numbers += [setting.tokens_per_second]
             loss, spread, *rest = [n if math.isfinite(n) else "" for n in numbers]
             yield [
-                *(study.label, setting.optimizer),
+                *(study.label, setting.name),
                 *(setting.options.get(name, "") for name in names),
                 setting.status,
-                int(study.best.get(setting.optimizer) is setting),
+                int(study.best.get(setting.name) is setting),
                 int(study.baseline is setting),
                 *(len(setting.runs), len(setting.losses), loss, spread),
                 *(paired.count if paired else "", *rest),

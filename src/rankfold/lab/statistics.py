@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
-from .config import WITHOUT_INFLUENCE
+from ..defaults import RECOMMENDED_NAME
+from .config import CHOSEN, OPTIONS_OF, WITHOUT_INFLUENCE, in_effect
 from .records import Curve, Run
 
 ADAMW = "adamw"
 LAST_VALIDATIONS = 5
 _CONFIDENCE = 0.95
+_NO_METHODS: Mapping[str, str] = MappingProxyType({})
 _NOT_OF_A_SETTING = {("training", "seed"), *WITHOUT_INFLUENCE}
 
 # Numbers -----------------------------------------------------------------------------------------
@@ -147,9 +150,10 @@ def difference(curve: Curve, other: Curve) -> Curve:
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in their seed only."""
+    """Runs that differ in their seed only, and the method they are of if they were given one."""
 
     runs: Mapping[int, Run]
+    method: str = ""
 
     @property
     def any_run(self) -> Run:
@@ -161,10 +165,19 @@ class Setting:
         """Name of the optimizer."""
         return str(self.any_run.option("optimizer.name"))
 
+    @property
+    def name(self) -> str:
+        """What it is compared under: its method, else its optimizer."""
+        return self.method or self.optimizer
+
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The configuration, flat, without the seed."""
-        return flat_options(self.any_run)
+        """The configuration as it took effect, flat, without the seed and what does not apply."""
+        return {
+            name: in_effect(name, value, self.optimizer)
+            for name, value in flat_options(self.any_run).items()
+            if _applies(name, self.optimizer)
+        }
 
     @cached_property
     def finished(self) -> dict[int, Run]:
@@ -248,21 +261,34 @@ def flat_options(run: Run) -> dict[str, Any]:
     }
 
 
+def _applies(option: str, optimizer: str) -> bool:
+    group, _, name = option.partition(".")
+    if group != "optimizer":
+        return True
+    owned = OPTIONS_OF.get(optimizer)  # a later version may have others
+    chosen = optimizer == RECOMMENDED_NAME and name in CHOSEN
+    return owned is None or name in owned or chosen
+
+
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of options that are not the same everywhere, in the order of first mention."""
+    """Names of options that are not the same wherever they apply, in the order of first mention."""
     names = dict.fromkeys(name for entries in options for name in entries)
-    return [name for name in names if len({_text(e.get(name)) for e in options}) > 1]
+    return [name for name in names if len({_text(e[name]) for e in options if name in e}) > 1]
 
 
-def settings_of(runs: Iterable[Run]) -> list[Setting]:
-    """Seeds put together. Of a seed run twice the finished one counts, else the later."""
-    found: dict[str, dict[int, Run]] = {}
+def settings_of(runs: Iterable[Run], methods: Mapping[str, str] = _NO_METHODS) -> list[Setting]:
+    """Seeds put together. Of a seed run twice the finished one counts, else the later.
+
+    ``methods`` are names by keys of runs.
+    """
+    found: dict[tuple[str, str], dict[int, Run]] = {}
     for run in runs:
-        seeds = found.setdefault(_text(flat_options(run)), {})
+        key = (_text(flat_options(run)), methods.get(run.key, ""))
+        seeds = found.setdefault(key, {})
         seed = run.config["training"]["seed"]
         if seed not in seeds or seeds[seed].status != "finished" or run.status == "finished":
             seeds[seed] = run
-    return [Setting(dict(sorted(found[key].items()))) for key in sorted(found)]
+    return [Setting(dict(sorted(found[key].items())), key[1]) for key in sorted(found)]
 
 
 def _text(value: Any) -> str:
@@ -281,12 +307,20 @@ class Study:
     settings: Sequence[Setting]
 
     @cached_property
+    def preferred(self) -> list[Setting]:
+        """The settings with the most seeds first, and of as many the lowest mean loss.
+
+        A lucky seed alone would beat means over several, and leave nothing to pair them with.
+        """
+        return sorted(self.settings, key=lambda s: -len(s.losses))  # which leaves the rest in order
+
+    @cached_property
     def best(self) -> dict[str, Setting]:
-        """The best setting of each optimizer that has one."""
+        """The preferred setting under each name that has one with a loss."""
         found: dict[str, Setting] = {}
-        for setting in self.settings:
+        for setting in self.preferred:
             if setting.losses:
-                found.setdefault(setting.optimizer, setting)
+                found.setdefault(setting.name, setting)
         return found
 
     @property
@@ -304,10 +338,10 @@ class Study:
         return paired([setting.losses[seed] - self.baseline.losses[seed] for seed in common])
 
 
-def studies_of(runs: Iterable[Run]) -> list[Study]:
-    """MHA before GQA, many steps before few."""
+def studies_of(runs: Iterable[Run], methods: Mapping[str, str] = _NO_METHODS) -> list[Study]:
+    """MHA before GQA, many steps before few; ``methods`` as in `settings_of`."""
     groups: dict[tuple[bool, int, str], list[Setting]] = {}
-    for setting in settings_of(runs):
+    for setting in settings_of(runs, methods):
         config = setting.any_run.config
         model, training = config["model"], config["training"]
         rest = _text([model, config["data"], training["annealing"]])

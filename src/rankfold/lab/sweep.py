@@ -19,9 +19,12 @@ import os
 import signal
 import threading
 import tomllib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +39,7 @@ from .training import train
 
 ENGINES = ("processes", "ray")
 _TOP = {"preset", "seeds", "options", "grid"}
+_DIED = "its process died twice, killed for the memory it took or from outside"
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,15 @@ def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> list[RunCo
     options, seeds = spelled.get("options", {}), spelled.get("seeds", [0])
     grids = spelled.get("grid", [{}])
     _check_shapes(path, options, seeds, grids)
-    base = preset(spelled.get("preset", "tiny")).with_options(_flat(options))
+    base, common = preset(spelled.get("preset", "tiny")), _flat(options)
     configs = {}
     for grid in grids:
-        for options in _product(_flat(grid)):
+        for chosen in _product(_flat(grid)):
             for seed in seeds:
-                chosen = {**options, "training.seed": seed, **(extra or {})}
-                config = base.with_options(chosen)
+                # In one go: what is common to all may suit the grid's optimizer alone.
+                config = base.with_options(
+                    {**common, **chosen, "training.seed": seed, **(extra or {})}
+                )
                 configs[config.key] = config
     if not configs:
         raise ValueError(f"{path} has no runs: a list in it is empty")
@@ -146,24 +152,57 @@ def _in_processes(
     # A fresh interpreter each: a forked one cannot use CUDA.
     context = get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_end_with, initargs=(theirs,)
-    ) as pool:
-        waiting: dict[Future[Outcome], RunConfig] = {
-            pool.submit(run_one, config, root, device, threads, workers): config
-            for config in configs
-        }
-        try:
-            for future in as_completed(waiting):
-                error = future.exception()
-                if error is None:
-                    yield future.result()
-                else:  # the process itself died
-                    yield Outcome(waiting[future].key, "failed", str(error), float("nan"))
-        except BaseException:
-            # The pool would first make all runs that wait.
-            ours.close()
-            raise
+
+    def begin(pool: ProcessPoolExecutor, config: RunConfig) -> Future[Outcome]:
+        return pool.submit(run_one, config, root, device, threads, workers)
+
+    def made(waiting: deque[RunConfig], at_once: int, lost: list[RunConfig]) -> Iterable[Outcome]:
+        while waiting:
+            with ProcessPoolExecutor(
+                at_once, mp_context=context, initializer=_end_with, initargs=(theirs,)
+            ) as pool:
+                try:
+                    yield from _in_pool(partial(begin, pool), waiting, at_once, lost)
+                except BaseException:
+                    # The pool would first end the runs that were begun.
+                    ours.close()
+                    raise
+
+    lost: list[RunConfig] = []
+    yield from made(deque(configs), workers, lost)
+    dead: list[RunConfig] = []
+    # One at a time: a run may have been lost to the death of another, or to the memory of all.
+    yield from made(deque(lost), 1, dead)
+    yield from (Outcome(config.key, "failed", _DIED, float("nan")) for config in dead)
+
+
+def _in_pool(
+    begin: Callable[[RunConfig], Future[Outcome]],
+    waiting: deque[RunConfig],
+    at_once: int,
+    lost: list[RunConfig],
+) -> Iterable[Outcome]:
+    """What becomes of the runs that wait, until all are made or a process of the pool dies.
+
+    The others die with it, and so all runs that were begun and have not ended are ``lost``. No
+    more are begun than there are processes, so that those that wait are not among them.
+    """
+    begun: dict[Future[Outcome], RunConfig] = {}
+    while waiting or begun:
+        while waiting and len(begun) < at_once:
+            try:
+                begun[begin(waiting[0])] = waiting[0]
+            except BrokenProcessPool:
+                if not begun:
+                    return
+                break
+            waiting.popleft()
+        for future in wait(begun, return_when=FIRST_COMPLETED).done:
+            config = begun.pop(future)
+            if isinstance(future.exception(), BrokenProcessPool):
+                lost.append(config)
+            else:
+                yield future.result()
 
 
 def _end_with(sweep: Connection) -> None:
@@ -205,5 +244,5 @@ def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -
 
 
 def statuses(configs: Iterable[RunConfig], root: Path) -> dict[str, str]:
-    """Where each run of a sweep stands: "new" or its status."""
-    return {config.key: records.status_of(root / config.key) for config in configs}
+    """Where each run of a sweep stands: "new", "interrupted" or its status."""
+    return {config.key: records.standing(root / config.key) for config in configs}

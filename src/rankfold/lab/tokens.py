@@ -224,7 +224,13 @@ def stored(source: Source, tokenizer: Tokenizer, cache: Path, progress: Progress
     folder = cache / key
     if not folder.is_dir():
         partial = cache / f".{key}-{uuid.uuid4().hex}"
-        partial.mkdir(parents=True)
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise OSError(
+                f"cannot keep tokens in {cache}: {error.strerror}; RANKFOLD_CACHE names another "
+                "folder"
+            ) from error
         try:
             (partial / "about.json").write_text(json.dumps(about, indent=1), encoding="utf8")
             _write(partial, source, tokenizer, dtype, progress)

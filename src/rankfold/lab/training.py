@@ -20,7 +20,7 @@ from torch import Tensor
 from ..diagnostics import ScalarWriter, log_to
 from . import graphs, optimizers, records
 from .config import RunConfig, TrainingConfig
-from .corpus import Corpus, prepare
+from .corpus import Corpus, DataError, prepare
 from .loader import Loader, ValidationCycle
 from .model import Decoder, ModelConfig
 
@@ -201,16 +201,6 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Atomically: a kill leaves the last file or this one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def train(
     config: RunConfig,
     folder: Path,
@@ -225,8 +215,8 @@ def train(
 
     ``workers`` runs are made on the device at a time, this one among them: the record says so.
     A loss that is no longer finite ends the run with the status "diverged". What else goes wrong
-    is raised, after the status "failed" is written. A run that another process is making is left
-    to it, with a ValueError.
+    is raised, after the status "failed" is written: that the text is another one than the run began
+    with, too. A run that another process is making is left to it, with a ValueError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with records.held(folder):
@@ -244,6 +234,7 @@ def _make(
 ) -> records.Run:
     if records.status_of(folder) in ("finished", "diverged"):
         made = records.read_run(folder)
+        _check_ended(config, folder, corpus)
         kept = (folder / records.WEIGHTS).exists()
         if config.training.keep_weights and made.status == "finished" and not kept:
             raise ValueError(
@@ -261,7 +252,13 @@ def _make(
     write_status("running")
     try:
         with _deterministic(config.training.deterministic):
-            trainer = Trainer(config, corpus or prepare(config.data), device)
+            corpus = corpus or prepare(config.data)
+            if (folder / records.CHECKPOINT).exists():
+                records.check_text(folder, corpus.fingerprint)
+            else:
+                text = {"fingerprint": corpus.fingerprint}
+                records.write_json(folder / records.TEXT, text)
+            trainer = Trainer(config, corpus, device)
             status, message = _run(trainer, folder, show, scalars)
     except Exception as error:
         write_status("failed", f"{type(error).__name__}: {error}")
@@ -270,6 +267,18 @@ def _make(
     if status == "finished":
         (folder / records.CHECKPOINT).unlink(missing_ok=True)
     return records.read_run(folder)
+
+
+def _check_ended(config: RunConfig, folder: Path, corpus: Corpus | None) -> None:
+    """Raise if a run that has ended is of another text, where there still is one to read."""
+    if records.text_of(folder) is None:
+        return
+    if corpus is None:
+        try:
+            corpus = prepare(config.data)
+        except (OSError, DataError):
+            return
+    records.check_text(folder, corpus.fingerprint)
 
 
 @contextmanager
@@ -289,8 +298,7 @@ def _run(
 ) -> tuple[str, str]:
     checkpoint = folder / records.CHECKPOINT
     if checkpoint.exists():
-        state = torch.load(checkpoint, map_location=trainer.device, weights_only=True)
-        trainer.load_state_dict(state)
+        trainer.load_state_dict(records.saved(checkpoint, trainer.device))
     recorder = records.Recorder(folder, trainer.step)
     try:
         return _Loop(trainer, folder, recorder, show, scalars).run()
@@ -339,7 +347,8 @@ class _Loop:
             self.pending.append(trainer.advance(self.clock))
             step = trainer.step
             validating = step % training.validate_every == 0 or step == training.steps
-            if validating or len(self.pending) == _READ_EVERY:
+            saving = step % training.checkpoint_every == 0 and step < training.steps
+            if validating or saving or len(self.pending) == _READ_EVERY:
                 self._read()
                 if not math.isfinite(self.loss):
                     return "diverged", self._advice(step)
@@ -349,12 +358,11 @@ class _Loop:
                 self._scalar("loss/validation", self.validation, step)
                 if not math.isfinite(self.validation):
                     return "diverged", self._advice(step)
-            if step % training.checkpoint_every == 0 and step < training.steps:
-                self._read()
+            if saving:
                 self.recorder.flush()
-                save(self.folder / records.CHECKPOINT, trainer.state_dict())
+                records.save(self.folder / records.CHECKPOINT, trainer.state_dict())
         if training.keep_weights:
-            save(self.folder / records.WEIGHTS, trainer.model.state_dict())
+            records.save(self.folder / records.WEIGHTS, trainer.model.state_dict())
         if isinstance(trainer.attention, optimizers.Riemannian):
             return "finished", trainer.attention.events()
         return "finished", ""
