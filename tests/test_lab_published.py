@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,7 @@ import pytest
 
 from rankfold.lab import records
 from rankfold.lab.config import DEFAULTS, RunConfig
-from rankfold.lab.contest import METHODS, Cell, Contest, Losses
+from rankfold.lab.contest import METHODS, TUNING_SEED, Cell, Contest, Losses
 from rankfold.lab.statistics import paired
 from rankfold.lab.tuning import Setting
 
@@ -221,3 +222,28 @@ def test_docs_name_every_method() -> None:
     start = text.index("`--methods` takes some of")
     named = text[start : text.index("`--models` takes", start)]
     assert [name for name in METHODS if f"`{name}`" not in named] == []
+
+
+# Of the small model with RoPE and QK-norm, by first seed: means of Muon and ours, and p.
+SMALL = {0: (8, 1.9698, 1.9574, 0.024), 8: (12, 1.9690, 1.9659, 0.35)}
+
+
+def test_the_small_model_with_rope_is_what_docs_say() -> None:
+    table = ROOT / "benchmarks/results/small-models/rope.csv"
+    with table.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["seed"]) != TUNING_SEED]
+    told = ("lr", "vo_rate", "output_rate", "momentum")
+    assert len({(row["method"], *(row[name] for name in told)) for row in rows}) == 3
+    losses = {(row["method"], int(row["seed"])): float(row["loss"]) for row in rows}
+    text = (ROOT / "docs/contest.md").read_text(encoding="utf-8")
+    for first, (count, muon, ours, p) in SMALL.items():
+        seeds = range(first, first + count)
+        theirs, mine = (
+            [losses[method, seed] for seed in seeds]
+            for method in ("muon", "fixed-quotient-tilted-vo")
+        )
+        assert (round(sum(theirs) / count, 4), round(sum(mine) / count, 4)) == (muon, ours)
+        found = paired([a - b for a, b in zip(mine, theirs, strict=True)])
+        assert found.p == pytest.approx(p, abs=0.005)
+        assert f"−{abs(found.mean):.4f}" in text
+        assert f"| {muon:.4f} | {ours:.4f} |" in text
