@@ -18,7 +18,8 @@ from rankfold.lab.contest import (
     Losses,
     run_contest,
 )
-from rankfold.lab.contest_report import results, write_contest
+from rankfold.lab.contest_report import write_contest
+from rankfold.lab.contest_results import results
 from rankfold.lab.tuning import Setting, grown
 
 from .contest_runs import CENTRES, Lab, bowl, contest, exponents, method_of

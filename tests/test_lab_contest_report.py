@@ -22,14 +22,8 @@ from rankfold.lab.contest import (
     Losses,
     run_contest,
 )
-from rankfold.lab.contest_report import (
-    Entry,
-    Result,
-    dot_plot,
-    results,
-    standing,
-    write_contest,
-)
+from rankfold.lab.contest_report import dot_plot, standing, write_contest
+from rankfold.lab.contest_results import Entry, Result, results
 from rankfold.lab.figures import style
 from rankfold.lab.report import write_report
 from rankfold.lab.tuning import Setting

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from rankfold.lab import records
 from rankfold.lab.config import DEFAULTS
-from rankfold.lab.report import write_csv
 from rankfold.lab.statistics import final_loss, flat_options
+from rankfold.lab.tables import write_csv
 
 sys.path.insert(0, str(Path(__file__).parent))
 from restore import RUNS, common, config_of, published

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,16 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from . import figures
-from .figures import Picture, in_order, label, rate, write_figures
+from .figures import Picture, label, rate, write_figures
 from .rate_figures import rate_figures
-from .records import Curve, Run, read_object, write_json
+from .records import Run, read_object, write_json
 from .statistics import (
     LAST_VALIDATIONS,
-    Band,
     Setting,
     Study,
-    band,
-    differing,
-    final_loss,
-    flat_options,
     studies_of,
 )
+from .tables import shown_options, write_tables
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _WRITTEN = ".report.json"
@@ -105,7 +100,7 @@ def write_report(
     studies = studies_of(runs, methods or {})
     output.mkdir(parents=True, exist_ok=True)
     sections = _draw_sections(studies, output / "figures", _shared_times(runs))
-    tables = _write_tables(runs, studies, output / "tables")
+    tables = write_tables(runs, studies, output / "tables")
     page = output / "index.html"
     page.write_text(_page(title, runs, studies, sections, findings), encoding="utf-8")
     drawn = [path for _, _, pictures in sections for p in pictures for path in p.paths]
@@ -209,7 +204,7 @@ def _unfinished(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _table(study: Study) -> Table:
-    names = _shown_options(study.settings)
+    names = shown_options(study.settings)
     counts = Counter(setting.name for setting in study.settings)
     shown: dict[str, Setting] = {}
     for setting in study.preferred:
@@ -228,11 +223,6 @@ def _table(study: Study) -> Table:
         [_row(study, setting, names) for setting in main],
         [_row(study, setting, names) for setting in everything],
     )
-
-
-def _shown_options(settings: Sequence[Setting]) -> list[str]:
-    names = differing([setting.options for setting in settings])
-    return [name for name in names if name != "optimizer.name"]
 
 
 def _row(study: Study, setting: Setting, names: Sequence[str]) -> Row:
@@ -339,82 +329,3 @@ def _draw_sections(
         if pictures:
             sections.append((heading, words, pictures))
     return sections
-
-
-# Tables ------------------------------------------------------------------------------------------
-
-
-def _write_tables(runs: Sequence[Run], studies: Sequence[Study], folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    kinds = (("train", figures.training_curve), ("valid", figures.validation_curve))
-    paths = []
-    for study in studies:
-        for word, which in kinds:
-            if study.best:
-                paths.append(folder / f"{study.name}_{word}.csv")
-                write_csv(paths[-1], _curve_lines(study, which))
-    whole = {"summary": _summary_lines(studies), "runs": _run_lines(runs)}
-    for name, lines in whole.items():
-        paths.append(folder / f"{name}.csv")
-        write_csv(paths[-1], lines)
-    return paths
-
-
-def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Lines of values, the first of them the header."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(lines)
-
-
-def _column(optimizer: str) -> str:
-    """The paper calls isometry geometries partial."""
-    return optimizer.replace("isometry-", "partial-").replace("-", "_")
-
-
-def _curve_lines(study: Study, which: Callable[[Run], Curve]) -> Iterator[list[Any]]:
-    names = in_order(list(study.best))
-    yield ["step", *map(_column, names)]
-    bands: list[Band] = [band(list(study.best[name].curves(which).values())) for name in names]
-    values = [dict(zip(drawn.steps, drawn.means, strict=True)) for drawn in bands]
-    for step in sorted(set().union(*values)):
-        yield [step, *(column.get(step, "") for column in values)]
-
-
-def _summary_lines(studies: Sequence[Study]) -> Iterator[list[Any]]:
-    names = _shown_options([setting for study in studies for setting in study.settings])
-    yield [
-        *("study", "optimizer", *names, "status", "best", "baseline", "runs", "seeds", "loss"),
-        *("deviation", "pairs", "difference", "low", "high", "p"),
-        *("ms_a_step", "optimizer_share", "tokens_per_second"),
-    ]
-    for study in studies:
-        for setting in study.settings:
-            paired = study.against_baseline(setting)
-            tested = [paired.mean, paired.low, paired.high, paired.p] if paired else [math.nan] * 4
-            numbers: list[float] = [setting.loss, setting.spread, *tested]
-            numbers += [1000 * setting.step_seconds, setting.optimizer_share]
-            numbers += [setting.tokens_per_second]
-            loss, spread, *rest = [n if math.isfinite(n) else "" for n in numbers]
-            yield [
-                *(study.label, setting.name),
-                *(setting.options.get(name, "") for name in names),
-                setting.status,
-                int(study.best.get(setting.name) is setting),
-                int(study.baseline is setting),
-                *(len(setting.runs), len(setting.losses), loss, spread),
-                *(paired.count if paired else "", *rest),
-            ]
-
-
-def _run_lines(runs: Sequence[Run]) -> Iterator[list[Any]]:
-    """One run a line: what tells it apart, and what came out."""
-    options = [flat_options(run) for run in runs]
-    names = differing(options)
-    yield ["run", *names, "seed", "status", "steps", "training_loss", "loss"]
-    for run, chosen in zip(runs, options, strict=True):
-        trained, loss = run.training.values, final_loss(run)
-        yield [
-            *(run.key, *(chosen.get(name, "") for name in names), run.config["training"]["seed"]),
-            *(run.status, len(trained), trained[-1] if trained else ""),
-            loss if math.isfinite(loss) else "",
-        ]
