@@ -31,12 +31,11 @@ _FREED_BYTES = 31 * 2**20
 def keep_freed_memory() -> None:
     """Have a CPU's allocator keep what a step frees, for the next chunk and the next step.
 
-    To ask the system for it again takes a page fault for every 4 KiB, up to 40,000 a step and half
-    of its time.
+    To ask the system for it again takes a page fault for every 4 KiB, up to 40,000 a step and more
+    than a third of its time.
     """
-    torch.empty(
-        _FREED_BYTES, dtype=torch.uint8, device="cpu"
-    )  # freed right away, and never written to
+    # Freed right away, and never written to.
+    torch.empty(_FREED_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def chunks(members: int, size: int, device: torch.device, momentum: bool) -> list[slice]:
