@@ -242,9 +242,9 @@ def test_roots(size: float) -> None:
 
 
 @in_kernels
-@pytest.mark.parametrize(("t", "iterations"), [(0.001, 1), (0.01, 2), (0.1, 3), (0.3, 3)])
-def test_rank_approximation(t: float, iterations: int) -> None:
-    """As the plain form after three iterations, with as few as the step needs."""
+@pytest.mark.parametrize("t", [0.001, 0.01, 0.1, 0.3, 3.0])
+def test_rank_approximation(t: float) -> None:
+    """As the plain form after three iterations, and agreed on whether these were enough."""
     core = torch.stack(
         [with_singular_values(torch.linspace(1, 3, 5).double(), 5, s) for s in (1, 2)]
     )
@@ -253,12 +253,13 @@ def test_rank_approximation(t: float, iterations: int) -> None:
     wide = core + k, x.mT @ x, y.mT @ y, torch.linalg.inv(core)
     expected = linalg.best_rank_core(*(v.float().cpu() for v in wide))  # as many iterations
     core, xx, yy, guess = (v.float() for v in wide)
-    found = kernels.refine.best_rank_core(core, xx, yy, guess, iterations=3)
+    share = linalg.left_to_move(torch.float32)
+    found = kernels.refine.best_rank_core(core, xx, yy, guess, 3, share)
+    assert found[3].tolist() == expected.unconverged.tolist() == [t > 1] * 2
     for one, other in zip(found[:3], expected[:3], strict=True):
-        assert error(one[:, None].cpu(), other[:, None].double()) < 50 * EPS
-    assert (found[3] > 0).sum(-1).tolist() == [iterations] * 2
-    torch.testing.assert_close(linalg.still_moving(found[3].cpu()), expected.unconverged)
-    broken = kernels.refine.best_rank_core(core * torch.nan, xx, yy, guess, iterations=3)
+        # An iteration that does not converge passes rounding on.
+        assert error(one[:, None].cpu(), other[:, None].double()) < (50 if t < 1 else 1e4) * EPS
+    broken = kernels.refine.best_rank_core(core * torch.nan, xx, yy, guess, 3, share)
     assert broken[0].isnan().any((-2, -1)).all()
 
 
@@ -306,7 +307,8 @@ def test_coordinates_of_gradients_in_dispute(share: float, monkeypatch: pytest.M
     for x, y in ((one.xx, plain.xx), (one.yy, plain.yy), (one.k, plain.k)):
         assert ((x - y).abs().amax((1, 2)) < 10 * EPS * whole).all()
     assert ((one.square - plain.square).abs() < 20 * EPS * whole).all()
-    least = 2 * 5 * 4 * EPS * whole
+    # Squares that rounding made negative count as zero, and then this alone is left, but for a bit.
+    least = (1 - 8 * EPS) * 2 * 5 * 4 * EPS * whole
     assert (one.square > least if share < 1 else one.square > 0.1 * whole).all()
     assert (torch.linalg.eigvalsh(one.xx.double()) > 0).all()
 

@@ -254,10 +254,10 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
     """
     iterations = rank_iterations(core.dtype)
     if kernels.serve_small(core):
-        left, right, left_inverse, distances = kernels.refine.best_rank_core(
-            core, xx, yy, guess, iterations
+        found = kernels.refine.best_rank_core(
+            core, xx, yy, guess, iterations, left_to_move(core.dtype)
         )
-        return RankCore(left, right, left_inverse, still_moving(distances))
+        return RankCore(*found)
     moved, settled = [], None
     if kernels.serve(core):
         # The guess is a step away from it, the others less: a round of Newton's iteration first.
@@ -281,7 +281,7 @@ def best_rank_core(core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor) -> RankC
                 return RankCore(left, right, left_inverse, ~settled)
         # How far Y right moved; the first of these means nothing, and the last two count.
         moved.append(((right - old[2]) * (pulled - old[3])).sum((-2, -1)).clamp_min(0).sqrt())
-    return RankCore(left, right, left_inverse, still_moving(torch.stack(moved, -1)))
+    return RankCore(left, right, left_inverse, _still_moving(*moved[-2:]))
 
 
 def _is_settled(inverse: Tensor, before: Tensor, right: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
@@ -300,13 +300,15 @@ def rank_iterations(dtype: torch.dtype) -> int:
     return 5 if dtype == torch.float64 else 3
 
 
-def still_moving(distances: Tensor) -> Tensor:
-    """Which members (...) have not converged, by how far each iteration moved (..., iterations)."""
-    last, before = distances[..., -1], distances[..., -2]
-    finfo = torch.finfo(distances.dtype)
+def _still_moving(before: Tensor, last: Tensor) -> Tensor:
+    """Which members (...) have not converged, by how far the last two iterations moved."""
     # What is left after the last is by its share of the one before: last · min(last / before, 1).
-    moving: Tensor = last * torch.minimum(last, before) > finfo.eps ** (2 / 3) * before
-    return moving
+    return last * torch.minimum(last, before) > left_to_move(last.dtype) * before
+
+
+def left_to_move(dtype: torch.dtype) -> float:
+    """The share of a distance that `best_rank_core` may have left to move."""
+    return float(torch.finfo(dtype).eps ** (2 / 3))
 
 
 def overflown_is_nan(size: Tensor) -> Tensor:

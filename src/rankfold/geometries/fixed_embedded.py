@@ -196,7 +196,7 @@ class FixedEmbedded(EmbeddedGeometry):
         # From c W along Ξ is from W along Ξ / c, and the end times c, of which each factor has √c.
         if options.weight_decay:
             scale = scale / (1 - options.shrink)
-        new, to, distances, norm = kernels.retraction.fixed_embedded(
+        new, to, unconverged, norm = kernels.retraction.fixed_embedded(
             (frame.left.triangle, frame.right.triangle),
             (frame.left.inverse, frame.right.inverse),
             coords.k,
@@ -204,6 +204,7 @@ class FixedEmbedded(EmbeddedGeometry):
             (coords.left.inner, coords.right.inner),
             scale,
             linalg.rank_iterations(scale.dtype),
+            linalg.left_to_move(scale.dtype),
         )
         if options.weight_decay:
             root = (1 - options.shrink_of(coords.k)) ** 0.5
@@ -214,7 +215,7 @@ class FixedEmbedded(EmbeddedGeometry):
         alive = norm <= options.largest
         left, right = coords.moved((to[0], to[1]), (to[2], to[3]), alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
-        return Landing(point, NewCoefficients(*new), alive, linalg.still_moving(distances))
+        return Landing(point, NewCoefficients(*new), alive, unconverged)
 
     def depart(self, frame: PairFrame, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=False)

@@ -116,19 +116,20 @@ class IsometryEmbedded(EmbeddedGeometry):
 
     def _retract_in_one(self, coords: TangentXKY, scale: Tensor, options: StepOptions) -> Landing:
         """The retraction with all of its r×r work in one kernel."""
-        new, to, distances, norm = kernels.retraction.isometry_embedded(
+        new, to, unconverged, norm = kernels.retraction.isometry_embedded(
             coords.k,
             (coords.xx, coords.yy),
             (coords.left.own, coords.right.own),
             (coords.left.inner, coords.right.inner),
             scale,
             linalg.rank_iterations(scale.dtype),
+            linalg.left_to_move(scale.dtype),
         )
         alive = norm <= options.largest
         coefficients = NewCoefficients(*new)
         moved = coords.moved((to[0], to[1]), (coefficients.x, coefficients.y), alive)
         point = Pair(*(x[:, None] for x in moved))
-        return Landing(point, coefficients, alive, linalg.still_moving(distances))
+        return Landing(point, coefficients, alive, unconverged)
 
     def depart(self, frame: Pair, coords: TangentXKY, tangent: Pair, landing: Landing) -> Pair:
         kept = self.carry(coords, landing.record, deskew=True)

@@ -64,19 +64,20 @@ def _inverse_kernel(m_ptr, guess_ptr, out_ptr, r, R: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def best_rank(
-    core, xx_ptr, yy_ptr, gg, guess, place, inside, eye, moved_ptr,
+    core, xx_ptr, yy_ptr, gg, guess, place, inside, eye, unconverged_ptr, share,
     ITERATIONS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Alternating least squares, each inverse from the one before it, with gg xx and gg yy.
 
-    Returns gg yy right, right and (core + gg yy right)⁻¹. Of the distances moved the last two
-    count. Once one is rounding, what is left to move is far below that, and the others are zero.
-    Matrices that do not change are loaded when needed: registers are scarce.
+    Returns gg yy right, right and (core + gg yy right)⁻¹, and stores whether more than a ``share``
+    of the last distance but one is left to move. Once a distance is rounding, less is. Matrices
+    that do not change are loaded when needed: registers are scarce.
     """
     inverse = invert(core, guess, eye, P)
     right = tl.trans(inverse)
     pulled = dot(gg * tl.load(yy_ptr + place, mask=inside, other=0.0), right, P)
     distance = 1.0
+    earlier = 1.0
     k = 0
     while (k < ITERATIONS) & (distance > 1e-7):
         change = -right
@@ -85,14 +86,13 @@ def best_rank(
         change += right
         before = pulled
         pulled = dot(gg * tl.load(yy_ptr + place, mask=inside, other=0.0), right, P)
+        earlier = distance
         # What pads a matrix has no weight in yy.
         distance = tl.sqrt(tl.maximum(total(change * (pulled - before)), 0.0))
-        tl.store(moved_ptr + k, distance)
         inverse = invert(core + pulled, inverse, eye, P)
         k += 1
-    while k < ITERATIONS:
-        tl.store(moved_ptr + k, 0.0)
-        k += 1
+    # As in `linalg._still_moving`; where iterations ended early they did so at rounding.
+    tl.store(unconverged_ptr, distance * tl.minimum(distance, earlier) > share * earlier)
     return pulled, right, inverse
 
 
@@ -123,16 +123,17 @@ def roots(m, eye, P: tl.constexpr):
 
 @triton.jit
 def _best_rank_kernel(
-    core_ptr, xx_ptr, yy_ptr, guess_ptr, left_ptr, right_ptr, inverse_ptr, moved_ptr,
-    r, R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
+    core_ptr, xx_ptr, yy_ptr, guess_ptr, left_ptr, right_ptr, inverse_ptr, unconverged_ptr,
+    r, share, R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     place, inside, eye = tile(r, R)
     core = tl.load(core_ptr + place, mask=inside, other=eye)
     guess = tl.load(guess_ptr + place, mask=inside, other=eye)
-    moved_ptr += tl.program_id(0) * ITERATIONS
+    unconverged_ptr += tl.program_id(0)
     pulled, right, inverse = best_rank(
-        core, xx_ptr, yy_ptr, 1.0, guess, place, inside, eye, moved_ptr, ITERATIONS, PRECISION
-    )
+        core, xx_ptr, yy_ptr, 1.0, guess, place, inside, eye, unconverged_ptr, share,
+        ITERATIONS, PRECISION,
+    )  # fmt: skip
     tl.store(left_ptr + place, core + pulled, mask=inside)
     tl.store(right_ptr + place, right, mask=inside)
     tl.store(inverse_ptr + place, inverse, mask=inside)
@@ -172,18 +173,19 @@ def root(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_rank_core(
-    core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor, iterations: int
+    core: Tensor, xx: Tensor, yy: Tensor, guess: Tensor, iterations: int, share: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``left``, ``right`` and ``left⁻¹`` (batch, r, r), and how far each iteration moved.
+    """``left``, ``right`` and ``left⁻¹`` (batch, r, r), and who has not converged (batch,).
 
-    As in `rankfold.linalg.best_rank_core`; ``guess`` is near the inverse of ``core``.
+    As in `rankfold.linalg.best_rank_core`; ``guess`` is near the inverse of ``core``, and ``share``
+    what may be left to move of the last distance but one.
     """
     core, xx, yy = (x.contiguous() for x in (core, xx, yy))
     guess = guess.expand_as(core).contiguous()
     made = [torch.empty_like(core) for _ in range(3)]
-    moved = core.new_empty(*core.shape[:-2], iterations)
+    unconverged = core.new_empty(core.shape[:-2], dtype=torch.bool)
     r = core.shape[-1]
     _best_rank_kernel[(core.shape[:-2].numel(),)](
-        core, xx, yy, guess, *made, moved, r, ITERATIONS=iterations, **launch(r)
+        core, xx, yy, guess, *made, unconverged, r, share, ITERATIONS=iterations, **launch(r)
     )
-    return made[0], made[1], made[2], moved
+    return made[0], made[1], made[2], unconverged

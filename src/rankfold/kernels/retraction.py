@@ -6,6 +6,7 @@ One program a member. What each line computes is said in the plain forms, `retra
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +27,7 @@ def _of_side(left_ptr, right_ptr):
 @triton.jit
 def _fixed_core_kernel(
     r_a_ptr, r_b_ptr, inverse_a_ptr, inverse_b_ptr, k_ptr, xx_ptr, yy_ptr, scale_ptr,
-    p_ptr, pulled_ptr, q_ptr, f_ptr, moved_ptr, r,
+    p_ptr, pulled_ptr, q_ptr, f_ptr, unconverged_ptr, r, share,
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Best rank: P, Q, F, and what F adds to the core."""
@@ -40,10 +41,11 @@ def _fixed_core_kernel(
     inverse_a = tl.load(inverse_a_ptr + place, mask=inside, other=eye)
     inverse_b = tl.load(inverse_b_ptr + place, mask=inside, other=eye)
     guess = dot(tl.trans(inverse_b), inverse_a, P)
-    moved_ptr += member * ITERATIONS
+    unconverged_ptr += member
     pulled, f, q = best_rank(
-        core, xx_ptr, yy_ptr, g * g, guess, place, inside, eye, moved_ptr, ITERATIONS, P
-    )
+        core, xx_ptr, yy_ptr, g * g, guess, place, inside, eye, unconverged_ptr, share,
+        ITERATIONS, P,
+    )  # fmt: skip
     tl.store(p_ptr + place, core + pulled, mask=inside)
     tl.store(pulled_ptr + place, pulled, mask=inside)
     tl.store(q_ptr + place, q, mask=inside)
@@ -142,11 +144,12 @@ def fixed_embedded(
     inner: tuple[Tensor, Tensor],
     scale: Tensor,
     iterations: int,
+    share: float,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """New coefficients and coefficients of the moves, from matrices (batch, r, r), left first.
 
-    Returns u, v, x, y of `NewCoefficients`; what to multiply A, B, T_A, T_B by; how far each
-    iteration moved (batch, iterations); and the norms of both new factors added up (batch,).
+    Returns u, v, x, y of `NewCoefficients`; what to multiply A, B, T_A, T_B by; who has not
+    converged (batch,), as ``share`` tells; and the norms of both new factors added up (batch,).
 
     In four kernels, since more than a handful of matrices do not fit a program's registers; where
     the sides do not need each other they have programs of their own.
@@ -162,10 +165,10 @@ def fixed_embedded(
         10, *k.shape
     ).unbind()
     batch, r, _ = k.shape
-    moved, norm = k.new_empty(batch, iterations), k.new_empty(batch, 2)
+    unconverged, norm = k.new_empty(batch, dtype=torch.bool), k.new_empty(batch, 2)
     how = launch(r)
     _fixed_core_kernel[(batch,)](
-        r_a, r_b, inverse_a, inverse_b, k, xx, yy, scale, p, pulled, q, f, moved, r,
+        r_a, r_b, inverse_a, inverse_b, k, xx, yy, scale, p, pulled, q, f, unconverged, r, share,
         ITERATIONS=iterations, **how,
     )  # fmt: skip
     _fixed_roots_kernel[(batch, 2)](xx, yy, q, f, scale, grow_a, grow_b, z_a, z_b, r, **how)
@@ -177,12 +180,12 @@ def fixed_embedded(
         r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b, scale,
         q, f, z_a, z_b, change_a, change_b, *made, norm, r, **how,
     )  # fmt: skip
-    return list(made[:4]), list(made[4:]), moved, norm.sum(1)
+    return list(made[:4]), list(made[4:]), unconverged, norm.sum(1)
 
 
 @triton.jit
 def _isometry_core_kernel(
-    k_ptr, xx_ptr, yy_ptr, scale_ptr, p_ptr, f_ptr, moved_ptr, r,
+    k_ptr, xx_ptr, yy_ptr, scale_ptr, p_ptr, f_ptr, unconverged_ptr, r, share,
     R: tl.constexpr, ITERATIONS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Best rank: P and F."""
@@ -191,10 +194,11 @@ def _isometry_core_kernel(
     member = tl.program_id(0)
     g = tl.load(scale_ptr + member)
     core = eye + g * tl.load(k_ptr + place, mask=inside, other=0.0)
-    moved_ptr += member * ITERATIONS
+    unconverged_ptr += member
     pulled, f, _ = best_rank(
-        core, xx_ptr, yy_ptr, g * g, eye, place, inside, eye, moved_ptr, ITERATIONS, P
-    )
+        core, xx_ptr, yy_ptr, g * g, eye, place, inside, eye, unconverged_ptr, share,
+        ITERATIONS, P,
+    )  # fmt: skip
     tl.store(p_ptr + place, core + pulled, mask=inside)
     tl.store(f_ptr + place, f, mask=inside)
 
@@ -251,6 +255,7 @@ def isometry_embedded(
     inner: tuple[Tensor, Tensor],
     scale: Tensor,
     iterations: int,
+    share: float,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """The same for an isometry: u, v, x, y; what to multiply U and V by besides x and y; and so on.
 
@@ -260,8 +265,10 @@ def isometry_embedded(
     rest = [x.contiguous() for x in (*own, *inner)]
     made, (p, f) = k.new_empty(6, *k.shape).unbind(), k.new_empty(2, *k.shape).unbind()
     batch, r, _ = k.shape
-    moved, norm = k.new_empty(batch, iterations), k.new_empty(batch)
+    unconverged, norm = k.new_empty(batch, dtype=torch.bool), k.new_empty(batch)
     how = launch(r)
-    _isometry_core_kernel[(batch,)](k, xx, yy, scale, p, f, moved, r, ITERATIONS=iterations, **how)
+    _isometry_core_kernel[(batch,)](
+        k, xx, yy, scale, p, f, unconverged, r, share, ITERATIONS=iterations, **how
+    )
     _isometry_moves_kernel[(batch,)](xx, yy, *rest, scale, p, f, *made, norm, r, **how)
-    return list(made[:4]), list(made[4:]), moved, norm
+    return list(made[:4]), list(made[4:]), unconverged, norm
