@@ -279,7 +279,7 @@ def test_even_parts(
     tilted = torch.arange(members) % 3 > 0 if told else None
 
     def found(x: Tensor) -> tuple[Tensor, Tensor]:
-        given = None if share is None else on_device(share)
+        given = None if share is None else share.to(x)
         mask = None if tilted is None else tilted.to(x.device)
         return whitening._even(x, None, 3, whitening.Manner(2.0**-23, tilt, 0.0, mask), given)
 

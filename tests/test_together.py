@@ -199,6 +199,7 @@ def test_steps(name: str, grid: tuple[int, int], how: str, monkeypatch: pytest.M
 
 
 @plain
+@pytest.mark.skipif(CUDA, reason="counts what plain forms do, in float64")
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["fixed-embedded", "fixed-quotient"])
