@@ -166,7 +166,7 @@ def test_stepped_factors(shape: tuple[int, int, int], size: float) -> None:
     gram = kernels.tall.stepped_gram(case.a, case.t, scale)
     assert error(gram, moved.mT @ moved) < 8 * EPS
     change = size * case.d / d.flatten(2).norm(dim=-1).float()[..., None, None]
-    settled = kernels.moves.settle(case.a, case.t, scale, change, alive)
+    settled = kernels.moves.settle(case.a, case.t, change, scale, alive)
     assert torch.equal(settled[1], case.a[1])
     expected = moved + moved @ change.double()
     assert error(settled[::2], expected[::2]) < 4 * EPS

@@ -251,11 +251,19 @@ def test_launches_of_a_step(name: str, momentum: float, imagined: Imagined) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
-    table = kernels.moving.Table(torch.zeros(4, 3, dtype=torch.int64), dtype, 128, 64, True)
-    masters = None if dtype == torch.float32 else table._replace(dtype=torch.float32)
-    (room,) = kernels.moving.room_for(table)
-    kernels.moving.gather(room, table, masters)
-    kernels.moving.scatter(table, room, masters)
+    for blocks in (1, 4):
+        entries = torch.zeros(blocks, 3, dtype=torch.int64)
+        table = kernels.moving.Table(entries, dtype, 128, 64, True)
+        masters = None if dtype == torch.float32 else table._replace(dtype=torch.float32)
+        left, right = (
+            kernels.moving.Move(table, room, masters, room)
+            for room in kernels.moving.room_for(table, table)
+        )
+        step = kernels.moving.Step(torch.ones(1), torch.ones(1) > 0)
+        for moves in ((left,), (left, right)):
+            kernels.moving.gather(*moves)
+            kernels.moving.scatter(*moves)
+            kernels.moving.scatter(*moves, step=step)
     assert compiled.names == {"_gather_kernel", "_scatter_kernel"}
 
 

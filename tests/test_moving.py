@@ -203,7 +203,10 @@ def test_masters_where_they_still_hold(layout: str, dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("r", [1, 20, 64, *([100, 128] if CUDA else [])])
 @pytest.mark.parametrize("aligned", [False, True])
-def test_tall_blocks_take_several_programs(dtype: torch.dtype, r: int, aligned: bool) -> None:
+@pytest.mark.parametrize("sides", [[3], [1, 2], [2, 1]])
+def test_tall_blocks_take_several_programs(
+    dtype: torch.dtype, r: int, aligned: bool, sides: list[int]
+) -> None:
     """In each orientation and in none; vectors of 16 bytes are allowed where they fit."""
     m = 4 * 73 if aligned else 291
     width = 4 * r + (0 if aligned else 1)
@@ -214,12 +217,16 @@ def test_tall_blocks_take_several_programs(dtype: torch.dtype, r: int, aligned: 
     apart = torch.randn(2 * m, 16 * r, generator=generator).to(DEVICE, dtype)
     blocks = [upright[:, :r], lying[:, :m].T, apart[::2, ::16]]
     entries = torch.tensor([[x.data_ptr(), *x.stride()] for x in blocks], device=DEVICE)
-    table = kernels.moving.Table(entries, dtype, m, r, aligned and r > 1)
-    (room,) = kernels.moving.room_for(table)
-    assert torch.equal(kernels.moving.gather(room, table), torch.stack(blocks).float())
+    tables = [
+        kernels.moving.Table(part, dtype, m, r, aligned and r > 1) for part in entries.split(sides)
+    ]
+    room = kernels.moving.room_for(*tables)
+    kernels.moving.gather(*map(kernels.moving.Move, tables, room))
+    assert torch.equal(torch.cat(room), torch.stack(blocks).float())
     whole = [x.clone() for x in (upright, lying, apart)]
     values = torch.randn(3, m, r, generator=generator).to(DEVICE)
-    kernels.moving.scatter(table, values)
+    parts = [part.clone() for part in values.split(sides)]  # which lie apart
+    kernels.moving.scatter(*map(kernels.moving.Move, tables, parts))
     expected = [whole[0][:, :r], whole[1][:, :m].T, whole[2][::2, ::16]]
     for x, new in zip(expected, rounded(values, dtype), strict=True):
         x.copy_(new)
@@ -247,11 +254,30 @@ def test_a_step_on_the_way(dtype: torch.dtype, mastered: bool, r: int) -> None:
     point, along, scale = randn(3, 70, r), randn(3, 70, r), randn(3)
     alive = torch.tensor([True, False, True], device=DEVICE)
     (table, found), (masters, full) = blocks(dtype), blocks(torch.float32)
-    step = kernels.moving.Step(along, scale, alive)
-    kernels.moving.scatter(table, point, masters if mastered else None, step)
+    move = kernels.moving.Move(table, point, masters if mastered else None, along)
+    kernels.moving.scatter(move, step=kernels.moving.Step(scale, alive))
     for k, new in enumerate(kernels.moves.step(point, along, scale, alive)):
         assert torch.equal(found[k], rounded(new, dtype))
         assert not mastered or torch.equal(full[k], new)
+
+
+@in_kernels
+@pytest.mark.parametrize("blocks", [(3, 1), (2, 4)])
+def test_a_step_of_both_sides(blocks: tuple[int, int]) -> None:
+    """Of two members that have their own number of blocks on either side."""
+    generator = torch.Generator().manual_seed(0)
+    scale, alive = torch.tensor([0.5, 2.0]).to(DEVICE), torch.tensor([True, True]).to(DEVICE)
+    moves, expected, found = [], [], []
+    for count in blocks:
+        point, along = torch.randn(2, 2, count, 33, 5, generator=generator).to(DEVICE)
+        written = torch.zeros(2 * count, 33, 5, device=DEVICE)
+        entries = torch.tensor([[x.data_ptr(), *x.stride()] for x in written], device=DEVICE)
+        table = kernels.moving.Table(entries, torch.float32, 33, 5, False)
+        moves.append(kernels.moving.Move(table, point.flatten(0, 1), None, along.flatten(0, 1)))
+        expected.append(kernels.moves.step(point, along, scale, alive).flatten(0, 1))
+        found.append(written)
+    kernels.moving.scatter(*moves, step=kernels.moving.Step(scale, alive))
+    assert all(map(torch.equal, found, expected))
 
 
 @in_kernels
@@ -397,9 +423,9 @@ def test_steps_of_large_ranks(
     theirs = few_steps(Problem(layout), geometry, momentum=momentum)
     stepped, scatter = [], kernels.moving.scatter
 
-    def watched(table: Any, values: Tensor, masters: Any, step: Any) -> None:
+    def watched(*moves: Any, step: Any) -> None:
         stepped.append(step is not None)
-        scatter(table, values, masters, step)
+        scatter(*moves, step=step)
 
     monkeypatch.setattr(kernels.moving, "scatter", watched)
     monkeypatch.setattr(kernels, "serve", lambda *x: x[0].dtype == torch.float32)

@@ -98,7 +98,7 @@ def test_one_call_where_tall_ones_lie_together() -> None:
 
     def function(x: Tensor, c: Tensor, mask: Tensor) -> Two:
         seen.append(x.shape)
-        return Two(tall.choose(mask, x @ c, x), x.mT @ x)
+        return Two(tall.choose(x @ c, x, mask), x.mT @ x)
 
     pair = torch.randn(4, M, R), torch.randn(4, M, R)
     small = torch.randn(4, R, R), torch.randn(4, R, R)

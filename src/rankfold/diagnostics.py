@@ -59,18 +59,18 @@ def measure(
     if momentum is not None:
         found.update(_momentum_numbers(geometry, frame, point, momentum))
     # A skipped member made no step, whatever its scale would have been.
-    skipped = outcome.events["skipped"]
+    alive = outcome.alive
     moved = outcome.scale.abs()
     step = course.plot(geometry, frame, grad, momentum, running, options).direction
     for what, coords in (("gradient", geometry.coordinates(frame, gradient)), ("step", step)):
         for kind in ("metric", "spectral"):
             size = geometry.norm(frame, coords, kind)
             if what == "step":
-                size = torch.where(skipped, 0, size * moved)
+                size = torch.where(alive, size * moved, 0)
             found[f"{what}_{kind}_norm"] = size
     limit = geometry.step_limit(frame, step)
     if limit is not None:
-        found["step_share"] = torch.where(skipped, 0, moved / limit / (1 - options.shrink))
+        found["step_share"] = torch.where(alive, moved / limit / (1 - options.shrink), 0)
     found["precision"] = torch.full_like(moved, torch.finfo(point.left.dtype).eps)
     return found
 

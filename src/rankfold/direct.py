@@ -228,14 +228,14 @@ class Direct:
 
     def read(self, kind: str, stack: Stack, members: slice) -> Pair:
         """(members, I, m, r) and (members, J, n, r): views of what lies like that, or copies."""
-        found = []
         cut, views = self._cut(kind, stack, members), self._in_place[id(stack)]
         lying = [view[kind] for view in views]
-        copied = [table for (table, _), blocks in zip(cut, lying, strict=True) if blocks is None]
-        room = iter(kernels.moving.room_for(*copied) if copied else [])
-        for side, tables, blocks in zip(stack.sides, cut, lying, strict=True):
+        copied = [tables for tables, blocks in zip(cut, lying, strict=True) if blocks is None]
+        room = iter(_gathered(copied) if copied else [])
+        found = []
+        for side, blocks in zip(stack.sides, lying, strict=True):
             if blocks is None:
-                blocks = kernels.moving.gather(next(room), *tables)
+                blocks = next(room)
             else:
                 blocks = blocks[members.start * side.blocks : members.stop * side.blocks]
             found.append(blocks.view(-1, side.blocks, *blocks.shape[1:]))
@@ -248,8 +248,8 @@ class Direct:
         cut = self._cut("weight", stack, members)
         in_place = any(view["weight"] is not None for view in self._in_place[id(stack)])
         if isinstance(point, Stepped) and not in_place:
-            steps = [kernels.moving.Step(x, point.scale, point.alive) for x in point.vector]
-            _scatter(cut, point.point, steps)
+            step = kernels.moving.Step(point.scale, point.alive)
+            _scatter(cut, point.point, point.vector, step)
         else:
             _scatter(cut, formed(point))
         if momentum is not None:
@@ -261,8 +261,25 @@ class Direct:
         """Nothing is left to do."""
 
 
+def _gathered(cut: list[tuple[Table, Table | None]]) -> list[Tensor]:
+    room = kernels.moving.room_for(*(table for table, _ in cut))
+    moves = (
+        kernels.moving.Move(table, out, masters)
+        for (table, masters), out in zip(cut, room, strict=True)
+    )
+    kernels.moving.gather(*moves)
+    return room
+
+
 def _scatter(
-    cut: list[tuple[Table, Table | None]], pair: Pair, steps: Sequence[Step | None] = (None, None)
+    cut: list[tuple[Table, Table | None]],
+    pair: Pair,
+    vector: Pair | None = None,
+    step: Step | None = None,
 ) -> None:
-    for (table, masters), values, step in zip(cut, pair, steps, strict=True):
-        kernels.moving.scatter(table, values.flatten(0, 1), masters, step)
+    along = (None, None) if vector is None else [x.flatten(0, 1) for x in vector]
+    moves = (
+        kernels.moving.Move(table, values.flatten(0, 1), masters, x)
+        for (table, masters), values, x in zip(cut, pair, along, strict=True)
+    )
+    kernels.moving.scatter(*moves, step=step)

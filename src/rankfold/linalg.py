@@ -225,7 +225,7 @@ def orthonormal_frames(left: Tensor, right: Tensor, damping: float = 0.0) -> tup
         finished = root.mT @ triangle, turn @ inverse_root.mT, identity_like(gram).expand_as(gram)
         # A lifted basis is short on purpose; a second pass would stretch its noise to length one.
         pairs = zip(finished, (triangle, turn, gram), strict=True)
-        triangle, turn, gram = (tall.choose(~lifted, new, old) for new, old in pairs)
+        triangle, turn, gram = (tall.choose(new, old, ~lifted) for new, old in pairs)
     return halves(Frame(triangle, turn, gram, lifted))
 
 

@@ -328,7 +328,7 @@ class RiemannianSGD(StatefulOptimizer):
         mover.write(stack, members, new, outcome.momentum)
         if numbers is not None and outcome.running is not None:
             numbers.write(members, outcome.running)
-        stack.count(outcome.events, members)
+        stack.count(outcome.alive, outcome.marks, members)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """What happened to each member, by name, since the optimizer was built or loaded.

@@ -7,7 +7,7 @@ operations depends on how many different layouts there are, never on how many he
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import direct, workspace
+from . import direct, scalars, workspace
 from .factors import Factor, Grid
-from .geometries import Pair
+from .geometries import EVENTS, Pair
 from .precision import working_dtype
 from .tall import by_columns
 
@@ -102,22 +102,21 @@ class Stack:
     rounded: bool  # whether any parameter is stored in less than working precision
     largest: float  # what all of its parameters can store
     members: list[str]
-    events: dict[str, Tensor] = field(default_factory=dict)  # (batch,) counts by event
+    counted: Tensor | None = None  # (events, batch): how often each of `EVENTS` has happened
 
-    def count(self, events: dict[str, Tensor], members: slice) -> None:
-        """Add one for each of ``members`` that is marked, event by event, on the device."""
-        for name, happened in events.items():
-            if name not in self.events:
-                counted = happened.new_zeros(len(self.members), dtype=torch.long)
-                self.events[name] = counted
-            # In place: a recorded graph goes on counting.
-            self.events[name][members].add_(happened)
+    def count(self, alive: Tensor, marks: Sequence[Tensor | None], members: slice) -> None:
+        """Add what happened to ``members``, on the device: see `Outcome`."""
+        if self.counted is None:
+            shape = len(EVENTS), len(self.members)
+            self.counted = torch.zeros(shape, dtype=torch.long, device=alive.device)
+        scalars.count(self.counted[:, members], alive, marks)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """The counts as plain numbers, by member, zeros left out; synchronises."""
         found: dict[str, dict[str, int]] = {}
-        for name, counted in self.events.items():
-            for member, number in zip(self.members, counted.tolist(), strict=True):
+        events = [] if self.counted is None else zip(EVENTS, self.counted.tolist(), strict=True)
+        for name, numbers in events:
+            for member, number in zip(self.members, numbers, strict=True):
                 if number:
                     found.setdefault(member, {})[name] = number
         return found

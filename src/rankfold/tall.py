@@ -183,7 +183,7 @@ def move(a: Tensor, c_a: Tensor, t: Tensor, c_t: Tensor, alive: Tensor) -> Tenso
     """``a + a c_a + t c_t``, and ``a`` itself for members (batch,) that are not ``alive``."""
     if kernels.serve(a, t):
         return kernels.moves.combine(a, c_a, t, c_t, add_a=True, alive=alive)
-    return choose(alive, add_product(add_product(a, a, c_a), t, c_t, given=True), a)
+    return choose(add_product(add_product(a, a, c_a), t, c_t, given=True), a, alive)
 
 
 def step(
@@ -194,10 +194,10 @@ def step(
         return kernels.moves.step(a, t, scale, alive, weight)
     a = a if weight == 1 else weight * a
     moved = torch.addcmul(a, per_member(scale, t), t)
-    return moved if alive is None else choose(alive, moved, a)
+    return moved if alive is None else choose(moved, a, alive)
 
 
-def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+def choose(yes: Tensor, no: Tensor, mask: Tensor) -> Tensor:
     """``yes`` for the members (batch,) of the mask, ``no`` for the others, to the last bit.
 
     ``yes`` is given away: it may be what is returned, with ``no`` written into it.
@@ -218,7 +218,9 @@ def can_ask(x: Tensor) -> bool:
 
 
 def per_member(scale: Tensor, like: Tensor) -> Tensor:
-    """(batch,) broadcast against ``like`` (batch, ...)."""
+    """(batch,) broadcast against ``like`` (batch, ...), or both sides of it behind each other."""
+    if len(scale) < len(like):
+        scale = scale.repeat(len(like) // len(scale))
     return scale.reshape(-1, *([1] * (like.dim() - 1)))
 
 

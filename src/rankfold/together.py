@@ -19,19 +19,23 @@ from . import kernels
 T = TypeVar("T")
 
 
-def both(function: Callable[..., T], *pairs: Sequence[Tensor]) -> tuple[T, T]:
+def both(
+    function: Callable[..., T], *pairs: Sequence[Tensor], shared: Sequence[Tensor] = ()
+) -> tuple[T, T]:
     """``function`` of the left ones and of the right ones of ``pairs``, in one call or in two.
 
     It must work member by member on tensors (batch, ...), and return one or a named tuple of them.
-    Tall factors are never copied for this; what is r×r, or a number a member, is.
+    Tall factors are never copied for this; what is r×r, or a number a member, is. What comes last,
+    if anything, is ``shared``: numbers (batch,) that both sides have, which stay (batch,) where the
+    rest is (2·batch, ...). `tall.per_member` and the kernels count on that.
     """
     lefts, rights = zip(*pairs, strict=True)
     if kernels.serve(lefts[0]) and not torch.compiler.is_compiling():
         joined = [_whole(left, right) for left, right in pairs]
         whole = [x for x in joined if x is not None]
         if len(whole) == len(pairs):
-            return halves(function(*whole))
-    return function(*lefts), function(*rights)
+            return halves(function(*whole, *shared))
+    return function(*lefts, *shared), function(*rights, *shared)
 
 
 def as_one(left: Tensor, right: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,13 +34,15 @@ EVENTS = ("skipped", "unconverged", "lifted", "clipped")
 class Outcome:
     """What a step leaves: the new point, the momentum to keep, and what happened to whom.
 
-    ``events`` maps some of `EVENTS` to ``(batch,)`` booleans. ``scale`` (batch,) is what the
-    direction of its `Course` was multiplied by, for skipped members as well.
+    Members (batch,) that are not ``alive`` were skipped. ``marks`` are of `EVENTS` after that, in
+    their order, (batch,) or None, and mean nothing for members that were skipped. ``scale``
+    (batch,) is what the direction of its `Course` was multiplied by, for these as well.
     """
 
     ending: Pair | Stepped
     momentum: Pair | None
-    events: dict[str, Tensor]
+    alive: Tensor
+    marks: Sequence[Tensor | None]
     scale: Tensor
     running: Running | None = None
 
@@ -47,6 +50,13 @@ class Outcome:
     def point(self) -> Pair:
         """The new point, made anew at each call if it is not there yet."""
         return formed(self.ending)
+
+    @property
+    def events(self) -> dict[str, Tensor]:
+        """To whom what happened, (batch,) booleans by name, of events that could happen."""
+        marked = zip(EVENTS[1:], self.marks, strict=True)
+        happened = {name: mark & self.alive for name, mark in marked if mark is not None}
+        return {"skipped": ~self.alive, **happened}
 
 
 class Begun(NamedTuple):
@@ -140,8 +150,12 @@ class Geometry(ABC):
         """The tangent vector as the norm, the retraction and the transport want it."""
 
     @abstractmethod
+    def metric_square(self, frame: Any, coords: Any) -> Tensor:
+        """Square of the length of a tangent vector in the metric, (batch,)."""
+
     def metric_norm(self, frame: Any, coords: Any) -> Tensor:
-        """Length of a tangent vector in the metric, (batch,)."""
+        """That length, (batch,)."""
+        return self.metric_square(frame, coords).sqrt()
 
     @abstractmethod
     def spectral_norm(self, frame: Any, coords: Any) -> Tensor:
@@ -234,24 +248,18 @@ class Geometry(ABC):
         """Retraction and transport."""
         frame, plotted = begun
         direction, scale = plotted.direction, plotted.scale
-        events: dict[str, Tensor | None] = {
-            "lifted": self.lifted(frame),
-            "clipped": plotted.clipped,
-        }
-        clipped = None
+        clipped, shortened = None, plotted.clipped
         if options.trust_region is not None:
             limit = self.step_limit(frame, direction)
             if limit is not None:
                 # Of the point after decay, whose singular values have fallen by no more than this.
                 limit = options.trust_region * (1 - options.shrink) * limit
                 clipped = scale.abs() > limit
-                before = events["clipped"]
-                events["clipped"] = clipped if before is None else clipped | before
+                shortened = clipped if shortened is None else clipped | shortened
                 # No step that is not finite becomes one by being cut.
                 bounded = torch.minimum(torch.maximum(scale, -limit), limit)
                 scale = torch.where(scale.isfinite(), bounded, math.nan)
         landing = self.retract(frame, direction, scale, options)
-        events["unconverged"] = landing.unconverged
         kept = None
         if momentum is not None:
             kept = plotted.momentum
@@ -264,17 +272,14 @@ class Geometry(ABC):
                 kept = Pair(*(x * tall.per_member(scale, x) for x in kept))
         # A NaN or infinity in a gradient reaches all of its own member through the norm or the
         # products, and no other.
-        happened = {
-            name: event & landing.alive for name, event in events.items() if event is not None
-        }
-        happened["skipped"] = ~landing.alive
+        alive = landing.alive
         if kept is not None and momentum is not None:
-            alive = landing.alive, landing.alive
-            kept = Pair(*both(lambda new, old, x: tall.choose(x, new, old), kept, momentum, alive))
+            kept = Pair(*both(tall.choose, kept, momentum, shared=(alive,)))
         if running is not None and plotted.running is not None:
             numbers = zip(plotted.running, running, strict=True)
-            running = Running(*(torch.where(landing.alive, new, old) for new, old in numbers))
-        return Outcome(landing.ending, kept, happened, scale, running)
+            running = Running(*(torch.where(alive, new, old) for new, old in numbers))
+        marks = landing.unconverged, self.lifted(frame), shortened
+        return Outcome(landing.ending, kept, alive, marks, scale, running)
 
 
 def flatten_blocks(x: Tensor) -> Tensor:

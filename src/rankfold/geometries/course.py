@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg, tall
+from .. import linalg, scalars, tall
 from ..together import both
 from .terms import LONGEST_CAPTURED, Pair, StepOptions
 
@@ -52,7 +52,7 @@ class _Kept(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What the forms of momentum begin with; ``scale`` (batch,) is the signed learning rate."""
+    """What the forms of momentum begin with; ``scale`` (batch,) is the learning rate."""
 
     geometry: Geometry
     frame: Any
@@ -61,6 +61,11 @@ class _Given(NamedTuple):
     running: Running | None
     options: StepOptions
     scale: Tensor
+
+    @property
+    def sign(self) -> float:
+        """Up or down."""
+        return 1.0 if self.options.maximize else -1.0
 
 
 def plot(
@@ -77,7 +82,7 @@ def plot(
         lr = torch.as_tensor(lr)
         clipped = (lr > LONGEST_CAPTURED).expand(batch)
         lr = lr.clamp(max=LONGEST_CAPTURED)
-    scale = _spread(lr if options.maximize else -lr, batch, grad.left)
+    scale = _spread(lr, batch, grad.left)
     if options.growth:
         scale = scale * _size(geometry, frame, grad) ** options.growth
     if running is not None:
@@ -124,19 +129,20 @@ def _smoothing(given: _Given) -> Course:
     if weight is not None and look_ahead:
         weight = nu * weight + (1 - nu)
     if direction is not coords:  # of length 1, whatever the length of the vector
-        return Course(direction, scale, tangent, False, running, None)
-    if weight is not None:
-        scale = scale / weight
+        return Course(direction, given.sign * scale, tangent, False, running, None)
+    scale = scale if weight is None else scale / weight
     if options.second_moment:
         if momentum is not None:
             coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
-        norm = _norm(geometry, frame, coords, options.normalize)
-        norm, running = _mean_norm(norm, running, options)
-        scale = _divided(scale, norm, options)
-    elif options.normalize is not None:
-        norm = _norm(geometry, frame, coords, options.normalize)
-        norm = norm if weight is None else norm / weight
-        scale = _divided(scale, norm, options)
+        norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
+        scale = _divided(given.sign * scale, norm, options)
+    elif options.normalize is None:
+        scale = given.sign * scale
+    elif weight is None:
+        scale = _over_norm(given, coords)
+    else:
+        norm = _norm(geometry, frame, coords, options) / weight
+        scale = _divided(given.sign * scale, norm, options)
     return Course(direction, scale, tangent, not look_ahead, running, None)
 
 
@@ -154,8 +160,8 @@ def _unit_taken_in(given: _Given, momentum: Pair) -> tuple[Pair, Any]:
     """The same with a gradient of length one."""
     geometry, frame, options = given.geometry, given.frame, given.options
     fresh, coords = geometry.descent(frame, given.grad, options.gradient_repair)
-    norm = _norm(geometry, frame, coords, "metric")
-    share = _divided(1 - options.momentum, norm, options)
+    square = geometry.metric_square(frame, coords)
+    share = scalars.over_root(square, _least(square, options), 1 - options.momentum)
     tangent, ahead = _added(options, geometry.arrive(frame, momentum), share, fresh)
     return tangent, geometry.coordinates(frame, ahead)
 
@@ -172,7 +178,7 @@ def _added(options: StepOptions, old: Pair, scale: Tensor, new: Pair) -> tuple[P
             return _Kept(kept, kept)
         return _Kept(kept, tall.step(kept, y, share, weight=options.momentum))
 
-    left, right = both(added, old, new, (scale, scale))
+    left, right = both(added, old, new, shared=(scale,))
     kept = Pair(left.kept, right.kept)
     return kept, Pair(left.ahead, right.ahead) if options.nesterov else kept
 
@@ -182,33 +188,47 @@ def _heavy_ball(given: _Given) -> Course:
     geometry, frame, grad, momentum, running, options, scale = given
     assert momentum is not None  # option_checks.check_choices
     fresh = geometry.gradient(frame, grad, options.gradient_repair)
+    coords = found = None
     if options.normalize is not None:
         coords = geometry.coordinates(frame, fresh)
         found = geometry.direction(frame, coords, options)
-        if found is not coords:
-            pairs = zip(geometry.vector(frame, found), grad, strict=True)
-            fresh = Pair(*(x.view_as(like) for x, like in pairs))
-        else:
-            norm = _norm(geometry, frame, coords, options.normalize)
-            if options.second_moment:
-                norm, running = _mean_norm(norm, running, options)
-            scale = _divided(scale, norm, options)
+    if found is not coords:
+        pairs = zip(geometry.vector(frame, found), grad, strict=True)
+        fresh = Pair(*(x.view_as(like) for x, like in pairs))
+    if coords is None or found is not coords:
+        scale = given.sign * scale
+    elif options.second_moment:
+        norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
+        scale = _divided(given.sign * scale, norm, options)
+    else:
+        scale = _over_norm(given, coords)
     step, ahead = _added(options, geometry.arrive(frame, momentum), scale, fresh)
     direction = geometry.coordinates(frame, ahead)
     return Course(direction, torch.ones_like(scale), step, ahead is step, running, None)
 
 
-def _norm(geometry: Geometry, frame: Any, coords: Any, kind: str | None) -> Tensor:
-    norm = geometry.norm(frame, coords, kind or "metric")
+def _over_norm(given: _Given, coords: Any) -> Tensor:
+    """The signed learning rate over the norm of a vector, (batch,)."""
+    geometry, frame, options, scale = given.geometry, given.frame, given.options, given.scale
+    if options.normalize == "spectral":
+        return _divided(given.sign * scale, _norm(geometry, frame, coords, options), options)
+    square = geometry.metric_square(frame, coords)
+    return scalars.over_root(square, _least(square, options), given.sign, scale)
+
+
+def _norm(geometry: Geometry, frame: Any, coords: Any, options: StepOptions) -> Tensor:
+    norm = geometry.norm(frame, coords, options.normalize or "metric")
     return linalg.overflown_is_nan(norm)
 
 
 def _divided(scale: float | Tensor, norm: Tensor, options: StepOptions) -> Tensor:
     """A scale over a norm (batch,), but for norms too small to be told, or to count."""
-    quotient: Tensor = scale / norm.clamp_min(
-        max(options.norm_floor, linalg.least_norm(norm.dtype))
-    )
+    quotient: Tensor = scale / norm.clamp_min(_least(norm, options))
     return quotient
+
+
+def _least(norm: Tensor, options: StepOptions) -> float:
+    return max(options.norm_floor, linalg.least_norm(norm.dtype))
 
 
 def _mean_norm(

@@ -78,7 +78,7 @@ class TangentXKY(NamedTuple):
 
     def moved(self, c_a: Two, c_t: Two, alive: Tensor) -> Pair:
         """``a + a c_a + t c_t`` of either side, or ``a`` for members that are not ``alive``."""
-        return Pair(*both(tall.move, self._a, c_a, self._t, c_t, (alive, alive)))
+        return Pair(*both(tall.move, self._a, c_a, self._t, c_t, shared=(alive,)))
 
     def overlaps(self, new: Two) -> tuple[Two, Two]:
         """UᵀN and XᵀN of the left side's N (batch, m, r), and the right side's."""
@@ -120,8 +120,8 @@ class EmbeddedGeometry(Geometry):
         # Coordinates average the two overlaps, which is already the cheaper repair.
         return grad
 
-    def metric_norm(self, frame: object, coords: TangentXKY) -> Tensor:
-        return torch.sqrt(coords.square)
+    def metric_square(self, frame: object, coords: TangentXKY) -> Tensor:
+        return coords.square
 
     def spectral_norm(self, frame: object, coords: TangentXKY) -> Tensor:
         cc = coords.k.mT @ coords.k + coords.xx

@@ -29,8 +29,8 @@ class Stepped:
 
     def formed(self) -> Pair:
         """In tensors of their own."""
-        twice = (self.scale, self.scale), (self.alive, self.alive)
-        return Pair(*both(tall.step, self.point, self.vector, *twice))
+        shared = self.scale, self.alive
+        return Pair(*both(tall.step, self.point, self.vector, shared=shared))
 
 
 def formed(point: Pair | Stepped) -> Pair:

@@ -57,19 +57,12 @@ class WeighedTangent:
     def __init__(self, vector: Pair, weights: tuple[Tensor, Tensor], square: Tensor | None) -> None:
         self.vector = vector
         self._weights, self._square = weights, square
-        self._norm: Tensor | None = None
 
     def square(self) -> Tensor:
         """‖Ξ_A L_B‖² + ‖Ξ_B L_A‖², (batch,)."""
         if self._square is None:
             self._square = _weighed_square(self.vector, self._weights)
         return self._square
-
-    def norm(self) -> Tensor:
-        """Its root, (batch,)."""
-        if self._norm is None:
-            self._norm = self.square().sqrt()
-        return self._norm
 
 
 class FixedQuotient(Geometry):
@@ -189,8 +182,8 @@ class FixedQuotient(Geometry):
     def vector(self, frame: GramFrame, coords: WeighedTangent) -> Pair:
         return coords.vector
 
-    def metric_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
-        return coords.norm()
+    def metric_square(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
+        return coords.square()
 
     def spectral_norm(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:
         # Ξ = C Vᵀ + U Dᵀ in the orthonormal frames U = A L_A⁻ᵀ, V = B L_B⁻ᵀ.
@@ -305,7 +298,7 @@ def _entry_bound(
     """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ."""
     inverse_a, inverse_b = both(linalg.frobenius, inverses)
     size_a, size_b = both(linalg.frobenius, triangles)
-    moved = scale.abs() * coords.norm()
+    moved = scale.abs() * coords.square().sqrt()
     return torch.addcmul(size_a + size_b, moved, inverse_a + inverse_b)
 
 

@@ -215,11 +215,10 @@ class IsometryEmbeddedGrid(StiefelGeometry):
         half = 1 / (2 * j * (i + j))
         return Correction(1 / j, 0.0, 2 * half + 1 / (2 * i * (i + j)), half)
 
-    def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
+    def metric_square(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
         # ‖Ξ_ij‖² = ‖X_i‖² + ‖Y_j‖² + ‖Ω_i − Ψ_j‖², summed over the grid.
         crossed = (coords.left.cross().sum(1) * coords.right.cross().sum(1)).sum((-2, -1))
-        square = weighted_square(frame, coords) - 2 * crossed
-        return torch.sqrt(square.clamp_min(0))
+        return (weighted_square(frame, coords) - 2 * crossed).clamp_min(0)
 
 
 def _stacked_core(side: StiefelSide) -> tuple[Tensor, schatten.Roots]:

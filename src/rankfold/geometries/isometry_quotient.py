@@ -37,5 +37,5 @@ class IsometryQuotient(StiefelGeometry):
 
         return self.arrive(frame, by_partners(frame, mixed, grad, momentum), given=True)
 
-    def metric_norm(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        return torch.sqrt(weighted_square(frame, coords))
+    def metric_square(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
+        return weighted_square(frame, coords)

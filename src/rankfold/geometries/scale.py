@@ -58,11 +58,10 @@ def multiply(
     change = change if options.maximize else -change
     # A sum may overflow where the step did not; then the scale waits for the next one.
     growth = torch.where(change.isfinite(), change, 0).exp()
-    alive = ~outcome.events["skipped"]
     made = []
     for x, size, old in zip(outcome.point, divided.sizes, divided.held, strict=True):
         size = (size * growth).clamp_max(options.largest)
-        made.append(tall.choose(alive, x * tall.per_member(size, x), old))
+        made.append(tall.choose(x * tall.per_member(size, x), old, outcome.alive))
     return Pair(*made)
 
 

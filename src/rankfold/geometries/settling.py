@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import kernels, linalg, polar, tall
+from .. import kernels, linalg, polar, scalars, tall
 from ..polar import Spread
 from ..together import both
 from .terms import Pair
@@ -26,11 +25,11 @@ class Moved:
     """
 
     def __init__(self, point: Pair, vector: Pair, scale: Tensor, reach: float | None) -> None:
-        self._point, self._vector, self._scale = point, vector, (scale, scale)
+        self._point, self._vector, self._scale = point, vector, scale
         self._spread = moved_spread(reach)
         self._formed: Pair | None = None
         if not (polar.is_small(self._spread) and kernels.serve(*point, *vector)):
-            self._formed = Pair(*both(tall.step, point, vector, self._scale))
+            self._formed = Pair(*both(tall.step, point, vector, shared=(scale,)))
 
     def orthonormal(self, retraction: str, largest: float) -> tuple[Pair, Tensor]:
         """The columns made orthonormal by ``retraction``, and the members (batch,) that moved.
@@ -41,7 +40,7 @@ class Moved:
         spread = self._spread
         scale = partial(orthonormal_scaling, retraction=retraction, spread=spread)
         left, right = both(scale, self._grams())
-        alive = within((left.norm, right.norm), largest)
+        alive = scalars.within((left.norm, right.norm), largest)
         new = self._turned((left.matrix, right.matrix), alive)
         if polar.is_small(spread):
             return new, alive
@@ -50,19 +49,19 @@ class Moved:
     def _grams(self) -> tuple[Tensor, Tensor]:
         if self._formed is not None:
             return both(tall.gram, self._formed)
-        return both(kernels.tall.stepped_gram, self._point, self._vector, self._scale)
+        return both(kernels.tall.stepped_gram, self._point, self._vector, shared=(self._scale,))
 
     def _turned(self, scalings: tuple[Tensor, Tensor], alive: Tensor) -> Pair:
         """Times an r×r matrix for each block, or the point where a member is not ``alive``."""
 
         def turned(x: Tensor, scaling: Tensor, u: Tensor, alive: Tensor) -> Tensor:
-            return tall.choose(alive, tall.turn(x, scaling), u)
+            return tall.choose(tall.turn(x, scaling), u, alive)
 
         if self._formed is not None:
-            return Pair(*both(turned, self._formed, scalings, self._point, (alive, alive)))
+            return Pair(*both(turned, self._formed, scalings, self._point, shared=(alive,)))
         changes = both(lambda x: x - linalg.identity_like(x), scalings)
-        given = self._point, self._vector, self._scale, changes, (alive, alive)
-        return Pair(*both(kernels.moves.settle, *given))
+        shared = self._scale, alive
+        return Pair(*both(kernels.moves.settle, self._point, self._vector, changes, shared=shared))
 
 
 class Scaling(NamedTuple):
@@ -100,16 +99,10 @@ def finish(new: Pair, old: Pair, alive: Tensor, retraction: str) -> tuple[Pair, 
         alive = alive & scaling.isfinite().flatten(1).all(1)
         scalings.append(scaling)
     moved = (
-        tall.choose(alive, tall.turn(x, scaling), before)
+        tall.choose(tall.turn(x, scaling), before, alive)
         for x, scaling, before in zip(new, scalings, old, strict=True)
     )
     return Pair(*moved), alive
-
-
-def within(norms: Sequence[Tensor], largest: float) -> Tensor:
-    """Members (batch,) none of whose blocks' norms (batch, blocks) is too large or not a number."""
-    left, right = (norm.amax(1) for norm in norms)
-    return left + right <= largest
 
 
 def gram_spread(reach: float | None) -> Spread | None:

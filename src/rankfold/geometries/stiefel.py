@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, schatten, tall
+from .. import kernels, linalg, polar, scalars, schatten, tall
 from ..linalg import skew, sym
 from ..steepest import Steepest, shares, steepest_tangent
 from ..tall import Grams, Plus
 from ..together import both
 from .base import Geometry, Landing, Pair, Sides, StepOptions
-from .settling import Moved, gram_spread, within
+from .settling import Moved, gram_spread
 
 
 class StiefelFrame(NamedTuple):
@@ -359,13 +359,12 @@ def by_partners(frame: StiefelFrame, function: Callable[..., Any], *pairs: Pair)
 def _land_in_one(coords: StiefelTangent, scale: Tensor, options: StepOptions) -> Landing:
     """A polar step with all of its r×r work in one kernel a side, from overlaps made before."""
     grams = [side.grams for side in coords if side.grams is not None]
-    made = both(kernels.stiefel.landing, *zip(*grams, strict=True), (scale, scale))
+    made = both(kernels.stiefel.landing, *zip(*grams, strict=True), shared=(scale,))
     change, share, norms = zip(*made, strict=True)
-    alive = within(norms, options.largest)
+    alive = scalars.within(norms, options.largest)
     points, vectors = zip(*((side.u, side.xi) for side in coords), strict=True)
-    return Landing(
-        Pair(*both(tall.move, points, change, vectors, share, (alive, alive))), None, alive, None
-    )
+    new = both(tall.move, points, change, vectors, share, shared=(alive,))
+    return Landing(Pair(*new), None, alive, None)
 
 
 def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:

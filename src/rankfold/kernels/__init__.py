@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from . import refine as refine
     from . import retraction as retraction
     from . import roots as roots
+    from . import scalars as scalars
     from . import stiefel as stiefel
     from . import tall as tall
     from . import whiten as whiten
@@ -41,6 +42,11 @@ def serve(*tensors: Tensor) -> bool:
         x.is_cuda and x.dtype == torch.float32 and x.shape[-1] <= _LARGEST_RANK for x in tensors
     )
     return fit and available(tensors[0].device)
+
+
+def serve_numbers(*numbers: Tensor) -> bool:
+    """Whether kernels can take these numbers a member, (batch,)."""
+    return serve(*(x[:, None] for x in numbers))
 
 
 @constant_when_compiled
@@ -72,6 +78,7 @@ def _importable() -> bool:
             refine,
             retraction,
             roots,
+            scalars,
             stiefel,
             tall,
             whiten,

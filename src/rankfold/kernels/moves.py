@@ -44,7 +44,7 @@ def _columns(source, rows, last, first, r, K: tl.constexpr):
 @triton.jit
 def _combine_kernel(
     a_ptr, c_a_ptr, t_ptr, c_t_ptr, plus_ptr, alive_ptr, inner_ptr, out_ptr,
-    m, r, run, repeat_a, repeat_t, repeat_alive, sign, weight, plus_weight,
+    m, r, run, repeat_a, repeat_t, repeat_alive, members, sign, weight, plus_weight,
     R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HAS_A: tl.constexpr, ADD_A: tl.constexpr, TURN_T: tl.constexpr,
     PLUS: tl.constexpr, MASKED: tl.constexpr, INNER: tl.constexpr, SQUARE: tl.constexpr,
@@ -68,7 +68,7 @@ def _combine_kernel(
         if R > K:
             s1, s2, s3 = _coefficients(c_t_ptr, K, own, r, 1.0, K, PRECISION)
     if MASKED:
-        alive = tl.load(alive_ptr + factor // repeat_alive)
+        alive = tl.load(alive_ptr + factor // repeat_alive % members)
     if INNER or SQUARE:
         inner = tl.zeros((ROWS,), tl.float32)
     a_ptr += factor * m * r
@@ -118,7 +118,7 @@ def _combine_kernel(
 
 @triton.jit
 def _settle_kernel(
-    a_ptr, t_ptr, change_ptr, scale_ptr, alive_ptr, out_ptr, m, r, run, repeat,
+    a_ptr, t_ptr, change_ptr, scale_ptr, alive_ptr, out_ptr, m, r, run, repeat, members,
     R: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X + X change with X = A + scale T, or A; some columns of it a program."""
@@ -133,8 +133,9 @@ def _settle_kernel(
     inside = (cols < r) & (own[None, :] < r)
     whole = tl.load(change_ptr + cols * r + own[None, :], mask=inside, other=0.0)
     little = tl.sum(tl.sum(whole * whole, 1), 0) < _LITTLE * _LITTLE
-    scale = tl.load(scale_ptr + factor // repeat)
-    alive = tl.load(alive_ptr + factor // repeat)
+    member = factor // repeat % members
+    scale = tl.load(scale_ptr + member)
+    alive = tl.load(alive_ptr + member)
     a_ptr += factor * m * r
     t_ptr += factor * m * r
     out_ptr += factor * m * r
@@ -164,7 +165,7 @@ def _settle_kernel(
 
 @triton.jit
 def _step_kernel(
-    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, weight, size,
+    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, weight, size, members,
     BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """weight A + scale T of one member, or weight A."""
@@ -175,17 +176,17 @@ def _step_kernel(
     a = weight * tl.load(a_ptr + where, mask=there)
     alive = True
     if MASKED:
-        alive = tl.load(alive_ptr + member)
+        alive = tl.load(alive_ptr + member % members)
     if alive:
-        a += tl.load(scale_ptr + member) * tl.load(t_ptr + where, mask=there)
+        a += tl.load(scale_ptr + member % members) * tl.load(t_ptr + where, mask=there)
     tl.store(out_ptr + where, a, mask=there)
 
 
 @triton.jit
-def _restore_kernel(new_ptr, old_ptr, alive_ptr, size, BLOCK: tl.constexpr):
+def _restore_kernel(new_ptr, old_ptr, alive_ptr, size, members, BLOCK: tl.constexpr):
     """Writes the old values over the new ones of a member that is not alive."""
     member = tl.program_id(0).to(tl.int64)
-    if tl.load(alive_ptr + member) == 0:
+    if tl.load(alive_ptr + member % members) == 0:
         for start in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
             where = start + tl.arange(0, BLOCK)
             there = where < size
@@ -196,25 +197,30 @@ def _restore_kernel(new_ptr, old_ptr, alive_ptr, size, BLOCK: tl.constexpr):
 def restore(new: Tensor, old: Tensor, alive: Tensor) -> Tensor:
     """``new`` (batch, ...), with ``old`` written over members (batch,) that are not ``alive``.
 
-    Both contiguous. Where all are alive, no row is touched.
+    Both contiguous. Where all are alive, no row is touched. The mask may be shared as in `step`.
     """
     size = new[0].numel()
     # Few programs a member, since nearly always they have nothing to do.
     grid = (len(new), min(8, parts(size, 4096)))
-    _restore_kernel[grid](new, old, alive, size, BLOCK=4096)
+    _restore_kernel[grid](new, old, alive, size, len(alive), BLOCK=4096)
     return new
 
 
 def step(
     a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None = None, weight: float = 1.0
 ) -> Tensor:
-    """``weight a + scale t`` for tensors (batch, ...), ``weight a`` for members not ``alive``."""
+    """``weight a + scale t`` for tensors (batch, ...), ``weight a`` for members not ``alive``.
+
+    Numbers are (batch,), or (batch / 2,) and the same for both halves.
+    """
     a, t, scale = a.contiguous(), t.contiguous(), scale.contiguous()
     out = torch.empty_like(a)
     size = a[0].numel()
     grid = (len(a), parts(size, 4096))
     mask = scale if alive is None else alive
-    _step_kernel[grid](a, t, scale, mask, out, weight, size, BLOCK=4096, MASKED=alive is not None)
+    _step_kernel[grid](
+        a, t, scale, mask, out, weight, size, len(scale), BLOCK=4096, MASKED=alive is not None
+    )
     return out
 
 
@@ -236,7 +242,8 @@ def combine(
     is then read by the program that writes it, and before.
 
     ``a`` itself for members not ``alive``. ``a`` and ``t`` are (..., m, r), coefficients
-    (..., r, r) and ``alive`` (batch,) fewer than factors if they come in runs that share one.
+    (..., r, r), fewer than factors if they come in runs that share one; ``alive`` is (batch,), or
+    shared as in `step`.
     """
     return _combine(a, c_a, t, c_t, sign, plus, add_a, alive, given)[0]
 
@@ -280,7 +287,7 @@ def _combine(
     _combine_kernel[(columns, factors, shares)](
         t if a is None else a.contiguous(), left, t, right,
         t if plus is None else plus[0].contiguous(), t if alive is None else alive, sums, out,
-        m, r, run, repeat_a, repeat_t, 1 if alive is None else factors // alive.numel(),
+        m, r, run, repeat_a, repeat_t, factors // len(t), len(t) if alive is None else len(alive),
         sign, 1.0 if isinstance(c_t, Tensor) else c_t, 1.0 if plus is None else plus[1],
         R=size, ROWS=shape.rows, COLS=shape.columns, HAS_A=a is not None, ADD_A=add_a,
         TURN_T=isinstance(c_t, Tensor), PLUS=plus is not None, MASKED=alive is not None,
@@ -290,10 +297,11 @@ def _combine(
     return out, sums.sum(1).view(lead) if inner else sums
 
 
-def settle(a: Tensor, t: Tensor, scale: Tensor, change: Tensor, alive: Tensor) -> Tensor:
+def settle(a: Tensor, t: Tensor, change: Tensor, scale: Tensor, alive: Tensor) -> Tensor:
     """``x + x change`` of ``x = a + scale t``, and ``a`` itself for members not ``alive``.
 
-    ``a`` and ``t`` are (batch, blocks, m, r), ``change`` (batch, blocks, r, r), all else (batch,).
+    ``a`` and ``t`` are (batch, blocks, m, r), ``change`` (batch, blocks, r, r), all else (batch,),
+    or shared as in `step`.
     """
     a, t, change = a.contiguous(), t.contiguous(), change.contiguous()
     out, (batch, blocks, m, r) = torch.empty_like(a), a.shape
@@ -301,7 +309,7 @@ def settle(a: Tensor, t: Tensor, scale: Tensor, change: Tensor, alive: Tensor) -
     shape = _SETTLE.of(size)
     run, shares = schedule(batch * blocks, m, shape.rows)
     _settle_kernel[(size // shape.columns, batch * blocks, shares)](
-        a, t, change, scale, alive, out, m, r, run, blocks,
+        a, t, change, scale, alive, out, m, r, run, blocks, len(scale),
         R=size, ROWS=shape.rows, COLS=shape.columns, PRECISION=PRECISION,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

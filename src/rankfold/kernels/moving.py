@@ -8,6 +8,7 @@ dimensions is contiguous in memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,13 +109,20 @@ def _store(
 
 @triton.jit
 def _gather_kernel(
-    entries_ptr, masters_ptr, out_ptr, m, r, parts,
+    entries_ptr, masters_ptr, out_ptr, other_entries_ptr, other_masters_ptr, other_out_ptr,
+    blocks, m, r, parts,
     ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    MASTERED: tl.constexpr,
+    MASTERED: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Blocks into a contiguous stack; a master wins over what it still rounds to."""
     block = (tl.program_id(0) // parts).to(tl.int64)
     start = (tl.program_id(0) % parts) * ROWS
+    if TWO:  # noqa: SIM102  (the one is known when a kernel is compiled, the other is not)
+        if block >= blocks:
+            block -= blocks
+            entries_ptr = other_entries_ptr
+            masters_ptr = other_masters_ptr
+            out_ptr = other_out_ptr
     tile = _load(entries_ptr, block, start, m, r, ROWS, R, DTYPE, ALIGNED)
     if MASTERED:
         master = _load(masters_ptr, block, start, m, r, ROWS, R, tl.float32, ALIGNED)
@@ -126,62 +134,106 @@ def _gather_kernel(
 
 @triton.jit
 def _scatter_kernel(
-    entries_ptr, masters_ptr, values_ptr, m, r, parts,
-    along_ptr, scale_ptr, alive_ptr, repeat,
+    entries_ptr, masters_ptr, values_ptr, other_entries_ptr, other_masters_ptr, other_values_ptr,
+    blocks, m, r, parts, along_ptr, other_along_ptr, scale_ptr, alive_ptr, members,
     ROWS: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    MASTERED: tl.constexpr, STEP: tl.constexpr,
+    MASTERED: tl.constexpr, TWO: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A contiguous stack into blocks, and unrounded into their masters; after a step if asked."""
     block = (tl.program_id(0) // parts).to(tl.int64)
     start = (tl.program_id(0) % parts) * ROWS
+    stacked = tl.num_programs(0) // parts
+    if TWO:
+        stacked = tl.where(block < blocks, blocks, stacked - blocks)
+        if block >= blocks:
+            block -= blocks
+            entries_ptr = other_entries_ptr
+            masters_ptr = other_masters_ptr
+            values_ptr = other_values_ptr
+            along_ptr = other_along_ptr
     rows = start + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, R)[None, :]
     place = (block * m + rows) * r + cols
     there = (rows < m) & (cols < r)
     tile = tl.load(values_ptr + place, mask=there, other=0.0)
-    if STEP:  # noqa: SIM102  (the one is known when a kernel is compiled, the other is not)
-        if tl.load(alive_ptr + block // repeat):
-            scale = tl.load(scale_ptr + block // repeat)
+    if STEP:
+        member = block // (stacked // members)
+        if tl.load(alive_ptr + member):
+            scale = tl.load(scale_ptr + member)
             tile += scale * tl.load(along_ptr + place, mask=there, other=0.0)
     _store(entries_ptr, tile, block, start, m, r, ROWS, R, DTYPE, ALIGNED)
     if MASTERED:
         _store(masters_ptr, tile, block, start, m, r, ROWS, R, tl.float32, ALIGNED)
 
 
-class Step(NamedTuple):
-    """A step on the way: ``scale`` (batch,) times ``along``, for members (batch,) ``alive``."""
+class Move(NamedTuple):
+    """The blocks of a table, and the float32 stack (blocks, height, rank) they move to or from.
 
-    along: Tensor
+    ``masters`` are the same blocks in float32. ``along`` is what a step from the stack goes along.
+    """
+
+    table: Table
+    stack: Tensor
+    masters: Table | None = None
+    along: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What two of them have in common that go in one launch."""
+        return self.table.dtype, self.table.height, self.table.rank, self.masters is None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all of its blocks are."""
+        return self.table.aligned and (self.masters is None or self.masters.aligned)
+
+    def check(self) -> Move:
+        """Itself, with a contiguous stack: an address knows no bounds."""
+        assert self.stack.dtype == torch.float32
+        assert self.stack.shape == (len(self.table.entries), self.table.height, self.table.rank)
+        assert self.masters is None or (
+            self.masters.dtype == torch.float32
+            and self.masters.entries.shape == self.table.entries.shape
+        )
+        assert self.along is None or self.along.shape == self.stack.shape
+        return self
+
+
+class Step(NamedTuple):
+    """A step on the way: ``scale`` (batch,) times the moves' ``along``, for members ``alive``."""
+
     scale: Tensor
     alive: Tensor
 
 
+def _launches(moves: Sequence[Move]) -> list[tuple[Move, Move]]:
+    """Moves in pairs that go in one launch, or with themselves."""
+    here = [move.check() for move in moves if len(move.table.entries)]
+    if len(here) == 2 and here[0].kind == here[1].kind:
+        return [(here[0], here[1])]
+    return [(move, move) for move in here]
+
+
 def _launch(
-    kernel: object,
-    table: Table,
-    masters: Table | None,
-    stack: Tensor,
-    further: tuple[object, ...] = (),
-    **constants: bool,
+    kernel: object, pair: tuple[Move, Move], further: tuple[object, ...] = (), **constants: bool
 ) -> None:
-    blocks, m, r = stack.shape
-    assert blocks == len(table.entries)
-    assert (m, r) == (table.height, table.rank)
-    assert masters is None or (
-        masters.dtype == torch.float32 and masters.entries.shape == table.entries.shape
-    )
-    if not blocks:
-        return
+    first, second = pair
+    blocks, m, r = first.stack.shape
+    two = second is not first
     cols = padded(r, least=1)
     rows = min(max(64, _TILE // cols), padded(m, least=1))
     tiles = parts(m, rows)
-    with torch.cuda.device_of(stack):
-        kernel[(blocks * tiles,)](  # type: ignore[index]
-            table.entries, table.entries if masters is None else masters.entries, stack,
-            m, r, tiles, *further,
-            ROWS=rows, R=cols, DTYPE=_DTYPES[table.dtype],
-            ALIGNED=table.aligned and (masters is None or masters.aligned),
-            MASTERED=masters is not None, **constants, num_warps=4,
+    places = [
+        x
+        for table, stack, masters, _ in pair
+        for x in (table.entries, (table if masters is None else masters).entries, stack)
+    ]
+    with torch.cuda.device_of(first.stack):
+        kernel[((blocks + two * len(second.stack)) * tiles,)](  # type: ignore[index]
+            *places, blocks, m, r, tiles, *further,
+            ROWS=rows, R=cols, DTYPE=_DTYPES[first.table.dtype],
+            ALIGNED=first.aligned and second.aligned,
+            MASTERED=first.masters is not None, TWO=two, **constants, num_warps=4,
         )  # fmt: skip
 
 
@@ -193,26 +245,23 @@ def room_for(*tables: Table) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
 
 
-def gather(out: Tensor, table: Table, masters: Table | None = None) -> Tensor:
-    """The blocks of ``table`` into ``out``, contiguous float32 (blocks, height, rank).
+def gather(*moves: Move) -> None:
+    """The blocks of each table into its stack, which is contiguous: of two in one launch.
 
-    With ``masters``, of the same blocks in float32: an element is the master's where that rounds
-    to what ``table`` holds.
+    With masters an element is the master's where that rounds to what the table holds.
     """
-    _launch(_gather_kernel, table, masters, out)
-    return out
+    for pair in _launches(moves):
+        _launch(_gather_kernel, pair)
 
 
-def scatter(
-    table: Table, values: Tensor, masters: Table | None = None, step: Step | None = None
-) -> None:
-    """Write float32 ``values`` (blocks, height, rank) over the blocks of ``table``, rounding.
+def scatter(*moves: Move, step: Step | None = None) -> None:
+    """Each stack over the blocks of its table, rounding: of two in one launch.
 
-    Over those of ``masters`` as well, where given; after a ``step`` from there, if there is one.
-    Nothing tells autograd of it.
+    Over those of its masters as well, where there are any; after a ``step`` from there along
+    something, if one is given. Nothing tells autograd of it.
     """
-    assert values.dtype == torch.float32
-    values = values.contiguous()
-    along, scale, alive = (values,) * 3 if step is None else step
-    further = along.contiguous(), scale, alive, len(values) // len(scale)
-    _launch(_scatter_kernel, table, masters, values, further, STEP=step is not None)
+    for pair in _launches([move._replace(stack=move.stack.contiguous()) for move in moves]):
+        along = [x.stack if x.along is None else x.along.contiguous() for x in pair]
+        scale, alive = along if step is None else step
+        further = *along, scale, alive, len(scale)
+        _launch(_scatter_kernel, pair, further, STEP=step is not None)

@@ -64,12 +64,12 @@ def _corrections_kernel(
 @triton.jit
 def _landing_kernel(
     own_ptr, cross_ptr, square_ptr, scale_ptr, change_ptr, share_ptr, norm_ptr,
-    r, repeat, R: tl.constexpr, PRECISION: tl.constexpr,
+    r, repeat, members, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The Gram matrix of a moved factor, its inverse root, and what they do to the columns."""
     place, inside, eye = tile(r, R)
     block = tl.program_id(0)
-    g = tl.load(scale_ptr + block // repeat)
+    g = tl.load(scale_ptr + block // repeat % members)
     cross = g * tl.load(cross_ptr + place, mask=inside, other=0.0)
     off = 0.5 * (cross + tl.trans(cross))
     gram = tl.load(own_ptr + place, mask=inside, other=eye)
@@ -117,7 +117,8 @@ def landing(own: Tensor, cross: Tensor, square: Tensor, scale: Tensor) -> Polar:
     """Where a step γΞ from U ends.
 
     What of UᵀΞ is symmetric is rounding, and taken out first.
-    ``own``, ``cross`` and ``square`` are (batch, blocks, r, r), ``scale`` is (batch,).
+    ``own``, ``cross`` and ``square`` are (batch, blocks, r, r), ``scale`` is (batch,), or half as
+    long and the same for both halves.
     """
     own, cross, square, scale = (x.contiguous() for x in (own, cross, square, scale))
     change, share = torch.empty_like(own), torch.empty_like(own)
@@ -125,6 +126,6 @@ def landing(own: Tensor, cross: Tensor, square: Tensor, scale: Tensor) -> Polar:
     r = own.shape[-1]
     _landing_kernel[(norm.numel(),)](
         own, cross, square, scale, change, share, norm,
-        r, own.shape[1], **launch(r),
+        r, own.shape[1], len(scale), **launch(r),
     )  # fmt: skip
     return Polar(change, share, norm)

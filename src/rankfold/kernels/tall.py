@@ -26,7 +26,7 @@ _SQUARES = Shape(64, 64, 4, 2)
 @triton.jit
 def _sums_kernel(
     a_ptr, t_ptr, turn_ptr, scale_ptr, own_ptr, cross_ptr, square_ptr,
-    m, r, run, parts, repeat, repeat_scale,
+    m, r, run, parts, repeat, repeat_scale, members,
     R: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, STEP: tl.constexpr,
     OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -44,7 +44,7 @@ def _sums_kernel(
         turn = tl.load(turn_ptr + (factor // repeat) * r * r + square, mask=inside, other=0.0)
         turn_1, turn_2, turn_3 = split(turn, PRECISION)
     if STEP:
-        scale = tl.load(scale_ptr + factor // repeat_scale)
+        scale = tl.load(scale_ptr + factor // repeat_scale % members)
     if OWN:
         own_sum = tl.zeros((R, R), tl.float32)
     if CROSS:
@@ -129,7 +129,8 @@ def sums(
 ) -> list[Tensor]:
     """Those asked for of AᵀA, AᵀC and CᵀC, each (..., r, r), with ``C = t turn``.
 
-    With a ``step`` (batch,) the first is that of ``a + step t``, and no other may be asked for.
+    With a ``step``, numbers (batch,) or half as many for both halves, the first is that of
+    ``a + step t``, and no other may be asked for.
 
     ``a`` and ``t`` are (..., m, r); ``turn`` is (..., r, r), fewer of them than factors if they
     come in runs that share one. Above rank 64 a program has room for one product, and no turn.
@@ -151,7 +152,7 @@ def sums(
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
     _sums_kernel[(factors, shares)](
         a, t, turns, first if step is None else step, *made, m, r, run, shares, repeat,
-        1 if step is None else factors // step.numel(),
+        factors // len(first), 1 if step is None else len(step),
         R=size, ROWS=shape.rows, TURN=turn is not None, STEP=step is not None,
         OWN=own, CROSS=cross, SQUARE=square, PRECISION=PRECISION,
         num_warps=shape.warps, num_stages=shape.stages,

@@ -1,0 +1,118 @@
+"""Triton kernels on numbers a member, (batch,) float32 and booleans.
+
+None of them does more than a microsecond's work: what counts is that each is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .sizes import parts
+
+_BLOCK = 128
+
+
+@triton.jit
+def _over_root_kernel(
+    scale_ptr, square_ptr, out_ptr, members, stride, least, factor,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = member < members
+    root = tl.sqrt_rn(tl.load(square_ptr + member, mask=there, other=1.0))
+    root = tl.where(root == float("inf"), float("nan"), root)
+    root = tl.where(root < least, least, root)  # and NaN stays NaN
+    if SCALED:
+        factor *= tl.load(scale_ptr + member * stride, mask=there, other=0.0)
+    tl.store(out_ptr + member, tl.div_rn(factor, root), mask=there)
+
+
+def over_root(square: Tensor, least: float, factor: float, scale: Tensor | None) -> Tensor:
+    """``factor scale / max(√square, least)`` (batch,); ``scale`` may be of stride 0."""
+    square = square.contiguous()
+    out, members = torch.empty_like(square), len(square)
+    _over_root_kernel[(parts(members, _BLOCK),)](
+        square if scale is None else scale, square, out, members,
+        0 if scale is None else scale.stride(0), least, factor,
+        SCALED=scale is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _largest(norms_ptr, member, there, blocks, BLOCK: tl.constexpr):
+    """The largest of each member's norms, or NaN if one is."""
+    found = tl.zeros((BLOCK,), tl.float32)
+    for k in range(blocks):
+        norm = tl.load(norms_ptr + member * blocks + k, mask=there, other=0.0)
+        found = tl.where(norm <= found, found, norm)
+        found = tl.where(norm != norm, norm, found)
+    return found
+
+
+@triton.jit
+def _within_kernel(
+    left_ptr, right_ptr, alive_ptr, members, i, j, largest, BLOCK: tl.constexpr
+):  # fmt: skip
+    member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = member < members
+    left = _largest(left_ptr, member, there, i, BLOCK)
+    right = _largest(right_ptr, member, there, j, BLOCK)
+    tl.store(alive_ptr + member, left + right <= largest, mask=there)
+
+
+def within(left: Tensor, right: Tensor, largest: float) -> Tensor:
+    """Members (batch,) whose largest norms, of (batch, I) and (batch, J), add up to no more."""
+    alive = torch.empty(len(left), dtype=torch.bool, device=left.device)
+    _within_kernel[(parts(len(left), _BLOCK),)](
+        left.contiguous(), right.contiguous(), alive, len(left), left.shape[1], right.shape[1],
+        largest, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return alive
+
+
+@triton.jit
+def _count(counts_ptr, happened, there):
+    counted = tl.load(counts_ptr, mask=there, other=0)
+    tl.store(counts_ptr, counted + happened.to(tl.int64), mask=there)
+
+
+@triton.jit
+def _count_kernel(
+    counts_ptr, alive_ptr, mark_1, mark_2, mark_3, members, between,
+    ROW_1: tl.constexpr, ROW_2: tl.constexpr, ROW_3: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Who is not alive goes to row 0, who is and is marked to the mark's, if it has one."""
+    member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = member < members
+    alive = tl.load(alive_ptr + member, mask=there, other=0) != 0
+    counts_ptr += member
+    _count(counts_ptr, alive == 0, there)
+    if ROW_1 > 0:
+        mark = tl.load(mark_1 + member, mask=there, other=0) != 0
+        _count(counts_ptr + ROW_1 * between, alive & mark, there)
+    if ROW_2 > 0:
+        mark = tl.load(mark_2 + member, mask=there, other=0) != 0
+        _count(counts_ptr + ROW_2 * between, alive & mark, there)
+    if ROW_3 > 0:
+        mark = tl.load(mark_3 + member, mask=there, other=0) != 0
+        _count(counts_ptr + ROW_3 * between, alive & mark, there)
+
+
+def count(counts: Tensor, alive: Tensor, marks: Sequence[Tensor | None]) -> None:
+    """Add to ``counts`` (1 + marks, batch) who is not ``alive``, and who is and is marked.
+
+    Rows of counts, which may lie apart, hold integers; everybody else is (batch,).
+    """
+    given = [mark for mark in marks if mark is not None]
+    rows = [row for row, mark in enumerate(marks, 1) if mark is not None]
+    spare = 3 - len(given)
+    _count_kernel[(parts(len(alive), _BLOCK),)](
+        counts, alive, *given, *[alive] * spare, len(alive), counts.stride(0),
+        *rows, *[0] * spare, BLOCK=_BLOCK,
+    )  # fmt: skip
