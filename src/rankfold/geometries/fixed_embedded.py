@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, schatten, tall
+from .. import kernels, linalg, polar, scalars, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
 from ..together import as_one, both, halves
@@ -196,7 +196,7 @@ class FixedEmbedded(EmbeddedGeometry):
         # From c W along Ξ is from W along Ξ / c, and the end times c, of which each factor has √c.
         if options.weight_decay:
             scale = scale / (1 - options.shrink)
-        new, to, unconverged, norm = kernels.retraction.fixed_embedded(
+        new, to, unconverged, norms = kernels.retraction.fixed_embedded(
             (frame.left.triangle, frame.right.triangle),
             (frame.left.inverse, frame.right.inverse),
             coords.k,
@@ -211,8 +211,8 @@ class FixedEmbedded(EmbeddedGeometry):
             new, to = [root * x for x in new], [root * x for x in to]
             to[:2] = [x + (root - 1) * linalg.identity_like(x) for x in to[:2]]
             # A learning rate on the device may be too large for this decay, and leaves no root.
-            norm = norm * (1 - options.shrink) ** 0.5
-        alive = norm <= options.largest
+            norms = norms * (1 - options.shrink) ** 0.5
+        alive = scalars.within(norms[..., None].unbind(), options.largest)
         left, right = coords.moved((to[0], to[1]), (to[2], to[3]), alive)
         point = Pair(left.view_as(frame.point.left), right.view_as(frame.point.right))
         return Landing(point, NewCoefficients(*new), alive, unconverged)

@@ -98,13 +98,23 @@ class FixedQuotient(Geometry):
     ) -> Pair:
         """(1 − ν) (G_A (BᵀB)⁻¹, G_B (AᵀA)⁻¹) + ν M."""
 
-        def lift(g: Tensor, inverse: Tensor, *old: Tensor) -> Tensor:
+        def lift(g: Tensor, turn: Tensor, *old: Tensor) -> Tensor:
             plus = Plus(flatten_blocks(old[0]), nu) if old else None
-            turn = tall.add_product(inverse, inverse.mT, inverse, beta=0.0, alpha=1 - nu)
             return tall.turn(flatten_blocks(g), turn, plus).view_as(g)
 
-        inverses = frame.right.inverse, frame.left.inverse
-        return Pair(*both(lift, grad, inverses, *([] if momentum is None else [momentum])))
+        turns = self._turns(frame, 1 - nu)
+        return Pair(*both(lift, grad, turns, *([] if momentum is None else [momentum])))
+
+    def _turns(self, frame: GramFrame, weight: float) -> tuple[Tensor, Tensor]:
+        """``weight`` (BᵀB)⁻¹ and ``weight`` (AᵀA)⁻¹, (batch, r, r)."""
+        left, right = frame.left.inverse, frame.right.inverse
+        if kernels.serve_small(left):
+            return kernels.quotient.turns((left, right), weight)
+
+        def turn(inverse: Tensor) -> Tensor:
+            return tall.add_product(inverse, inverse.mT, inverse, beta=0.0, alpha=weight)
+
+        return both(turn, (right, left))
 
     def arrive(self, frame: GramFrame, momentum: Pair, *, given: bool = False) -> Pair:
         flat = Pair(*map(flatten_blocks, momentum))
@@ -115,11 +125,14 @@ class FixedQuotient(Geometry):
 
     def _shifts(self, frame: GramFrame, overlaps: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Λ and −Λᵀ (batch, r, r) from AᵀM_A and BᵀM_B, with A⁺M_A = L_A⁻ᵀ (L_A⁻¹ AᵀM_A)."""
+        inverses = frame.left.inverse, frame.right.inverse
+        if kernels.serve_small(*overlaps):
+            return kernels.quotient.shifts(inverses, overlaps)
 
         def half(inverse: Tensor, overlap: Tensor) -> Tensor:
             return tall.add_product(overlap, inverse.mT, inverse @ overlap, beta=0.0, alpha=0.5)
 
-        left, right = both(half, (frame.left.inverse, frame.right.inverse), overlaps)
+        left, right = both(half, inverses, overlaps)
         return both(lambda own, other: own - other.mT, (left, right), (right, left))
 
     def descent(
@@ -142,7 +155,7 @@ class FixedQuotient(Geometry):
         # projection takes away has L_Aᵀ Λ L_B for its coordinates on either side.
         over = left.inverse @ (seen[0] - seen[1].mT) @ right.inverse.mT / 2
         removed = 2 * linalg.squared_norm(over, 2)
-        turns = both(lambda x: x.mT @ x, (right.inverse, left.inverse))
+        turns = self._turns(frame, 1.0)
         if tall.can_ask(removed):
             rows, square = self._lifted(frame, flat, turns, over, removed)
         else:
@@ -247,16 +260,16 @@ class FixedQuotient(Geometry):
         self, frame: GramFrame, coords: WeighedTangent, scale: Tensor, options: StepOptions
     ) -> Landing:
         left, right = frame.left, frame.right
-        triangles, inverses = (left.lower.mT, right.lower.mT), (left.inverse, right.inverse)
+        triangles, inverses = (left.lower, right.lower), (left.inverse, right.inverse)
         if not options.weight_decay:
-            alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
+            alive = _bounded(coords, scale, triangles, inverses, options.largest)
             old = Pair(*(x.view_as(xi) for x, xi in zip(frame.point, coords.vector, strict=True)))
             ending = Stepped(old, coords.vector, scale, alive)
             return Landing(ending if kernels.serve(*old) else ending.formed(), None, alive, None)
         turns = decay.turns(left, right, options)
-        triangles = triangles[0] @ turns.left, triangles[1] @ turns.right
+        triangles = left.lower.mT @ turns.left, right.lower.mT @ turns.right
         inverses = inverses[0] @ turns.left_inverse, inverses[1] @ turns.right_inverse
-        alive = _entry_bound(coords, scale, triangles, inverses) <= options.largest
+        alive = _bounded(coords, scale, triangles, inverses, options.largest)
         eye, g = linalg.identity_like(left.lower), tall.per_member(scale, left.lower)
         moved = (
             tall.move(x, turn - eye, flatten_blocks(xi), g * back, alive).view_as(xi)
@@ -289,17 +302,23 @@ def _weights(frame: GramFrame) -> tuple[Tensor, Tensor]:
     return frame.right.lower[:, None], frame.left.lower[:, None]
 
 
-def _entry_bound(
+def _bounded(
     coords: WeighedTangent,
     scale: Tensor,
     triangles: tuple[Tensor, Tensor],
     inverses: tuple[Tensor, Tensor],
+    largest: float,
 ) -> Tensor:
-    """‖A + γΞ_A‖ + ‖B + γΞ_B‖ (batch,), or more, from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ."""
+    """Members (batch,) whose ‖A + γΞ_A‖ + ‖B + γΞ_B‖ is certain to be no more than ``largest``.
+
+    By a bound from Ξ_A = (Ξ_A L_B) L_B⁻¹ and A = U L_Aᵀ, with these triangles in either direction.
+    """
+    if kernels.serve_small(*triangles):
+        return kernels.quotient.bounded(triangles, inverses, scale, coords.square(), largest)
     inverse_a, inverse_b = both(linalg.frobenius, inverses)
     size_a, size_b = both(linalg.frobenius, triangles)
     moved = scale.abs() * coords.square().sqrt()
-    return torch.addcmul(size_a + size_b, moved, inverse_a + inverse_b)
+    return torch.addcmul(size_a + size_b, moved, inverse_a + inverse_b) <= largest
 
 
 def _weighed_square(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import linalg
 from .stiefel import Correction, StiefelFrame, StiefelGeometry, StiefelTangent, weighted_square
 
 
@@ -26,6 +25,4 @@ class IsometryCanonical(StiefelGeometry):
         return Correction(1 / j, -1 / j, 1 / (i * j), 1 / (i * j))
 
     def metric_square(self, frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-        inner = frame.j * linalg.squared_norm(coords.left.rotation(), 3)
-        inner = inner + frame.i * linalg.squared_norm(coords.right.rotation(), 3)
-        return (weighted_square(frame, coords) - inner / 2).clamp_min(0)
+        return weighted_square(frame, coords, 1 - self.inner_weight)

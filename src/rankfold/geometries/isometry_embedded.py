@@ -58,8 +58,12 @@ class IsometryEmbedded(EmbeddedGeometry):
         (own_u, rest_x, xx), (own_v, rest_y, yy) = both(tall.grams, frame, (x, y))
         left = Side(frame.left, x, None, None, rest_x, own_u)
         right = Side(frame.right, y, None, None, rest_y, own_v)
-        k = skew(overlaps[0] - overlaps[1]) / 2
-        return TangentXKY(left, right, k, xx, yy, squared_length(k, xx, yy))
+        if kernels.serve_small(xx):
+            k, square = kernels.frames.skew_core(*overlaps, xx, yy)
+        else:
+            k = skew(overlaps[0] - overlaps[1]) / 2
+            square = squared_length(k, xx, yy)
+        return TangentXKY(left, right, k, xx, yy, square)
 
     def triangles(self, frame: Pair) -> tuple[Tensor, Tensor]:
         one = linalg.identity_like(frame.left[..., : frame.left.shape[-1], :])

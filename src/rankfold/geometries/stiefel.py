@@ -381,6 +381,14 @@ def _apply(overlap: Pair, left: Correction, right: Correction) -> Pair:
     return Pair(*made)
 
 
-def weighted_square(frame: StiefelFrame, coords: StiefelTangent) -> Tensor:
-    """J Σ‖Ξ_Ui‖² + I Σ‖Ξ_Vj‖², (batch,)."""
-    return frame.j * coords.left.squared_norm() + frame.i * coords.right.squared_norm()
+def weighted_square(frame: StiefelFrame, coords: StiefelTangent, less: float = 0.0) -> Tensor:
+    """J Σ(‖Ξ_Ui‖² − ``less`` ‖U_iᵀΞ_Ui‖²) + I Σ(‖Ξ_Vj‖² − ``less`` ‖V_jᵀΞ_Vj‖²), (batch,)."""
+    (left, right), (i, j) = coords, (frame.i, frame.j)
+    if left.grams is not None and right.grams is not None:
+        return kernels.stiefel.length(left.grams, right.grams, less)
+    square = j * left.squared_norm() + i * right.squared_norm()
+    if not less:
+        return square
+    inner = j * linalg.squared_norm(left.rotation(), 3)
+    inner = inner + i * linalg.squared_norm(right.rotation(), 3)
+    return (square - less * inner).clamp_min(0)

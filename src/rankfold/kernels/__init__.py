@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from . import members as members
     from . import moves as moves
     from . import moving as moving
+    from . import quotient as quotient
     from . import refine as refine
     from . import retraction as retraction
     from . import roots as roots
@@ -75,6 +76,7 @@ def _importable() -> bool:
             members,
             moves,
             moving,
+            quotient,
             refine,
             retraction,
             roots,

@@ -1,7 +1,7 @@
-"""Triton kernels between the products over rows of a fixed-embedded step, float32, r up to 64.
+"""Triton kernels between the products over rows of an embedded step, float32, r up to 64.
 
 What they compute is said in the plain forms: `orthonormal_frames` in `linalg.py` and
-`coordinates` in `geometries/fixed_embedded.py`.
+`coordinates` in `geometries/fixed_embedded.py` and `geometries/isometry_embedded.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .products import dot
 from .refine import launch, roots, tile, total
+from .sizes import padded
 
 
 @triton.jit
@@ -109,3 +110,30 @@ def coordinates(
     norm = given[0].new_empty(batch)
     _coordinates_kernel[(batch,)](*given, *made, norm, r, little, rounding, **launch(r))
     return [*made, norm]
+
+
+@triton.jit
+def _skew_core_kernel(
+    left_ptr, right_ptr, xx_ptr, yy_ptr, k_ptr, norm_ptr, r, R: tl.constexpr
+):  # fmt: skip
+    place, inside, eye = tile(r, R)
+    k = tl.load(left_ptr + place, mask=inside, other=0.0)
+    k -= tl.load(right_ptr + place, mask=inside, other=0.0)
+    k = 0.25 * (k - tl.trans(k))
+    tl.store(k_ptr + place, k, mask=inside)
+    across = tl.load(xx_ptr + place, mask=inside, other=0.0)
+    across = total((across + tl.load(yy_ptr + place, mask=inside, other=0.0)) * eye)
+    square = total(k * k) + tl.where(across < 0.0, 0.0, across)
+    tl.store(norm_ptr + tl.program_id(0), square)
+
+
+def skew_core(left: Tensor, right: Tensor, xx: Tensor, yy: Tensor) -> tuple[Tensor, Tensor]:
+    """K (batch, r, r) of an isometry's vector, and the square of the norm (batch,).
+
+    From UᵀC and VᵀD, XᵀX and YᵀY.
+    """
+    given = [x.contiguous() for x in (left, right, xx, yy)]
+    k, (batch, r, _) = torch.empty_like(given[0]), given[0].shape
+    norm = k.new_empty(batch)
+    _skew_core_kernel[(batch,)](*given, k, norm, r, R=padded(r), num_warps=4)
+    return k, norm

@@ -26,6 +26,15 @@ def tile(r, R: tl.constexpr):
 
 
 @triton.jit
+def of_side(left_ptr, right_ptr):
+    """One of two tensors, by the second coordinate of the program."""
+    chosen = left_ptr
+    if tl.program_id(1) == 1:
+        chosen = right_ptr
+    return chosen
+
+
+@triton.jit
 def total(x):
     """The sum of a matrix."""
     return tl.sum(tl.sum(x, 1), 0)

@@ -12,16 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .products import dot
-from .refine import best_rank, invert, launch, roots, tile, total
-
-
-@triton.jit
-def _of_side(left_ptr, right_ptr):
-    """One of two tensors, by the second coordinate of the program."""
-    chosen = left_ptr
-    if tl.program_id(1) == 1:
-        chosen = right_ptr
-    return chosen
+from .refine import best_rank, invert, launch, of_side, roots, tile, total
 
 
 @triton.jit
@@ -61,11 +52,11 @@ def _fixed_roots_kernel(
     P: tl.constexpr = PRECISION
     place, inside, eye = tile(r, R)
     g = tl.load(scale_ptr + tl.program_id(0))
-    q = tl.load(_of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0)
-    gram = g * g * tl.load(_of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
+    q = tl.load(of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0)
+    gram = g * g * tl.load(of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
     root, inverse = roots(eye + dot(tl.trans(q), dot(gram, q, P), P), eye, P)
-    tl.store(_of_side(grow_a_ptr, grow_b_ptr) + place, root - eye, mask=inside)
-    tl.store(_of_side(z_a_ptr, z_b_ptr) + place, inverse - eye, mask=inside)
+    tl.store(of_side(grow_a_ptr, grow_b_ptr) + place, root - eye, mask=inside)
+    tl.store(of_side(z_a_ptr, z_b_ptr) + place, inverse - eye, mask=inside)
 
 
 @triton.jit
@@ -118,22 +109,22 @@ def _fixed_moves_kernel(
     place, inside, _ = tile(r, R)
     member = tl.program_id(0)
     g = tl.load(scale_ptr + member)
-    change = tl.load(_of_side(change_a_ptr, change_b_ptr) + place, mask=inside, other=0.0)
-    wide = change + tl.load(_of_side(r_a_ptr, r_b_ptr) + place, mask=inside, other=0.0)
-    turned = dot(tl.load(_of_side(z_a_ptr, z_b_ptr) + place, mask=inside, other=0.0), wide, P)
+    change = tl.load(of_side(change_a_ptr, change_b_ptr) + place, mask=inside, other=0.0)
+    wide = change + tl.load(of_side(r_a_ptr, r_b_ptr) + place, mask=inside, other=0.0)
+    turned = dot(tl.load(of_side(z_a_ptr, z_b_ptr) + place, mask=inside, other=0.0), wide, P)
     change += turned
     u = wide + turned
-    tl.store(_of_side(u_ptr, v_ptr) + place, u, mask=inside)
-    x = g * dot(tl.load(_of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0), u, P)
-    tl.store(_of_side(x_ptr, y_ptr) + place, x, mask=inside)
-    gram = tl.load(_of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
+    tl.store(of_side(u_ptr, v_ptr) + place, u, mask=inside)
+    x = g * dot(tl.load(of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0), u, P)
+    tl.store(of_side(x_ptr, y_ptr) + place, x, mask=inside)
+    gram = tl.load(of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
     norm = tl.sqrt(total(u * u) + tl.maximum(total(x * dot(gram, x, P)), 0.0))
-    tl.store(norm_ptr + member * 2 + tl.program_id(1), norm)
-    change -= dot(tl.load(_of_side(inner_a_ptr, inner_b_ptr) + place, mask=inside, other=0.0), x, P)
-    own = tl.load(_of_side(inverse_a_ptr, inverse_b_ptr) + place, mask=inside, other=0.0)
-    tl.store(_of_side(to_a_ptr, to_b_ptr) + place, dot(own, change, P), mask=inside)
-    other = tl.load(_of_side(inverse_b_ptr, inverse_a_ptr) + place, mask=inside, other=0.0)
-    tl.store(_of_side(to_ta_ptr, to_tb_ptr) + place, dot(other, x, P), mask=inside)
+    tl.store(norm_ptr + tl.program_id(1) * tl.num_programs(0) + member, norm)
+    change -= dot(tl.load(of_side(inner_a_ptr, inner_b_ptr) + place, mask=inside, other=0.0), x, P)
+    own = tl.load(of_side(inverse_a_ptr, inverse_b_ptr) + place, mask=inside, other=0.0)
+    tl.store(of_side(to_a_ptr, to_b_ptr) + place, dot(own, change, P), mask=inside)
+    other = tl.load(of_side(inverse_b_ptr, inverse_a_ptr) + place, mask=inside, other=0.0)
+    tl.store(of_side(to_ta_ptr, to_tb_ptr) + place, dot(other, x, P), mask=inside)
 
 
 def fixed_embedded(
@@ -149,7 +140,7 @@ def fixed_embedded(
     """New coefficients and coefficients of the moves, from matrices (batch, r, r), left first.
 
     Returns u, v, x, y of `NewCoefficients`; what to multiply A, B, T_A, T_B by; who has not
-    converged (batch,), as ``share`` tells; and the norms of both new factors added up (batch,).
+    converged (batch,), as ``share`` tells; and the norms of both new factors (2, batch).
 
     In four kernels, since more than a handful of matrices do not fit a program's registers; where
     the sides do not need each other they have programs of their own.
@@ -165,7 +156,7 @@ def fixed_embedded(
         10, *k.shape
     ).unbind()
     batch, r, _ = k.shape
-    unconverged, norm = k.new_empty(batch, dtype=torch.bool), k.new_empty(batch, 2)
+    unconverged, norm = k.new_empty(batch, dtype=torch.bool), k.new_empty(2, batch)
     how = launch(r)
     _fixed_core_kernel[(batch,)](
         r_a, r_b, inverse_a, inverse_b, k, xx, yy, scale, p, pulled, q, f, unconverged, r, share,
@@ -180,7 +171,7 @@ def fixed_embedded(
         r_a, r_b, inverse_a, inverse_b, xx, yy, inner_a, inner_b, scale,
         q, f, z_a, z_b, change_a, change_b, *made, norm, r, **how,
     )  # fmt: skip
-    return list(made[:4]), list(made[4:]), unconverged, norm.sum(1)
+    return list(made[:4]), list(made[4:]), unconverged, norm
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tall import Grams
 from ..together import empty_like_both
 from .products import dot
 from .refine import launch, roots, tile
@@ -100,6 +101,49 @@ def corrections(
         R=size, num_warps=4 if size <= 64 else 16,
     )  # fmt: skip
     return made
+
+
+@triton.jit
+def _side_square(square_ptr, cross_ptr, blocks, r, inner, INNER: tl.constexpr, R: tl.constexpr):
+    """The sum over a member's blocks of tr ΞᵀΞ − inner ‖UᵀΞ‖²."""
+    rows = tl.arange(0, R)
+    cols = tl.arange(0, R)[None, :]
+    inside = (rows[:, None] < r) & (cols < r)
+    found = tl.zeros((R,), tl.float32)
+    for k in range(blocks):
+        first = k * r * r
+        found += tl.load(square_ptr + first + rows * (r + 1), mask=rows < r, other=0.0)
+        if INNER:
+            cross = tl.load(cross_ptr + first + rows[:, None] * r + cols, mask=inside, other=0.0)
+            found -= inner * tl.sum(cross * cross, 1)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _length_kernel(
+    l_square, l_cross, r_square, r_cross, out_ptr, i, j, r, inner,
+    INNER: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    member = tl.program_id(0).to(tl.int64)
+    left, right = member * i * r * r, member * j * r * r
+    length = j * _side_square(l_square + left, l_cross + left, i, r, inner, INNER, R)
+    length += i * _side_square(r_square + right, r_cross + right, j, r, inner, INNER, R)
+    # Not tl.maximum, which would make zero of NaN.
+    tl.store(out_ptr + member, tl.where(length < 0.0, 0.0, length))
+
+
+def length(left: Grams, right: Grams, inner: float) -> Tensor:
+    """J Σ(‖Ξ_i‖² − inner ‖U_iᵀΞ_i‖²) + I Σ(…) (batch,), never negative, from what both overlap.
+
+    That is (batch, I, r, r) on the left, and (batch, J, r, r) on the right.
+    """
+    given = [x.contiguous() for x in (left.square, left.cross, right.square, right.cross)]
+    batch, i, r, _ = given[0].shape
+    out = given[0].new_empty(batch)
+    _length_kernel[(batch,)](
+        *given, out, i, given[2].shape[1], r, inner, INNER=inner != 0, R=padded(r), num_warps=4
+    )
+    return out
 
 
 class Polar(NamedTuple):

@@ -27,8 +27,8 @@ _SQUARES = Shape(64, 64, 4, 2)
 def _sums_kernel(
     a_ptr, t_ptr, turn_ptr, scale_ptr, own_ptr, cross_ptr, square_ptr,
     m, r, run, parts, repeat, repeat_scale, members,
-    R: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, STEP: tl.constexpr,
-    OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, LYING: tl.constexpr,
+    STEP: tl.constexpr, OWN: tl.constexpr, CROSS: tl.constexpr, SQUARE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of AᵀA, AᵀC and CᵀC with C = T turn, over ``run`` rows; A + scale T for A if asked.
@@ -42,6 +42,8 @@ def _sums_kernel(
     inside = (cols[:, None] < r) & (cols[None, :] < r)
     if TURN:
         turn = tl.load(turn_ptr + (factor // repeat) * r * r + square, mask=inside, other=0.0)
+        if LYING:
+            turn = tl.trans(turn)
         turn_1, turn_2, turn_3 = split(turn, PRECISION)
     if STEP:
         scale = tl.load(scale_ptr + factor // repeat_scale % members)
@@ -148,12 +150,14 @@ def sums(
     unbound = iter(matrices)
     made = [next(unbound) if wanted else first for wanted in (own, cross, square)]
     a, t = (first if x is None else x.contiguous() for x in (a, t))
-    turns = first if turn is None else turn.contiguous()
+    # A transposed one is turned where it is read.
+    lying = turn is not None and turn.mT.is_contiguous() and not turn.is_contiguous()
+    turns = first if turn is None else turn.mT if lying else turn.contiguous()
     repeat = 1 if turn is None else factors // turn.shape[:-2].numel()
     _sums_kernel[(factors, shares)](
         a, t, turns, first if step is None else step, *made, m, r, run, shares, repeat,
         factors // len(first), 1 if step is None else len(step),
-        R=size, ROWS=shape.rows, TURN=turn is not None, STEP=step is not None,
+        R=size, ROWS=shape.rows, TURN=turn is not None, LYING=lying, STEP=step is not None,
         OWN=own, CROSS=cross, SQUARE=square, PRECISION=PRECISION,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
