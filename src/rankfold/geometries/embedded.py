@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import linalg, schatten, tall
+from .. import kernels, linalg, schatten, tall
 from ..steepest import steepest_tangent
 from ..together import both
 from .base import Geometry, Landing, Pair, flatten_blocks
@@ -69,7 +69,10 @@ class TangentXKY(NamedTuple):
 
     def combine(self, u: Two, x: Two) -> Pair:
         """U u + X x and V u + Y x with each side's own u and x (batch, r, r)."""
-        c_a, c_t = self._coefficients(u, x)
+        return self.combined(*self._coefficients(u, x))
+
+    def combined(self, c_a: Two, c_t: Two) -> Pair:
+        """``a c_a + t c_t`` of either side, in terms of what U, X, V and Y are combinations of."""
         return Pair(*both(tall.combine, self._a, c_a, self._t, c_t))
 
     def move(self, u: Two, x: Two, alive: Tensor) -> Pair:
@@ -169,6 +172,14 @@ class EmbeddedGeometry(Geometry):
 
     def carry(self, coords: TangentXKY, new: NewCoefficients, deskew: bool) -> Pair:
         """(M B', Mᵀ A'), less the symmetric part of its overlap with the new point if asked."""
+        if kernels.serve_small(coords.k):
+            left, right = coords.left, coords.right
+            inverses = None
+            if left.to_u is not None and right.to_u is not None:
+                inverses = left.to_u, right.to_u
+            inner, grams = (left.inner, right.inner), (coords.xx, coords.yy)
+            made = kernels.carrying.carry(coords.k, grams, new, inner, inverses, deskew)
+            return coords.combined((made[0], made[1]), (made[2], made[3]))
         xx_x = coords.xx @ new.x
         left_u = tall.add_product(coords.yy @ new.y, coords.k, new.v)
         left_x, right_y = new.v, new.u

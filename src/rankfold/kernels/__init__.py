@@ -16,6 +16,7 @@ from torch import Tensor
 from ..eager import constant_when_compiled
 
 if TYPE_CHECKING:
+    from . import carrying as carrying
     from . import elimination as elimination
     from . import frames as frames
     from . import members as members
@@ -71,6 +72,7 @@ def _has_room(device: torch.device) -> bool:
 def _importable() -> bool:
     try:
         from . import (  # noqa: F401
+            carrying,
             elimination,
             frames,
             members,
