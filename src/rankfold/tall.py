@@ -197,6 +197,21 @@ def step(
     return moved if alive is None else choose(moved, a, alive)
 
 
+class Ahead(NamedTuple):
+    """A step from a vector (batch, ...), and the same step once more from there."""
+
+    once: Tensor
+    twice: Tensor
+
+
+def steps(a: Tensor, t: Tensor, scale: Tensor, weight: float) -> Ahead:
+    """``weight a + scale t`` with a ``scale`` (batch,), and the same of what this makes."""
+    if kernels.serve(a, t):
+        return Ahead(*kernels.moves.steps(a, t, scale, weight))
+    once = step(a, t, scale, weight=weight)
+    return Ahead(once, step(once, t, scale, weight=weight))
+
+
 def choose(yes: Tensor, no: Tensor, mask: Tensor) -> Tensor:
     """``yes`` for the members (batch,) of the mask, ``no`` for the others, to the last bit.
 

@@ -92,8 +92,7 @@ def whiten(
     """
     if manner.balance:
         x, turn = x if turn is None else tall.turn(x, turn), None
-        weights = manner.chosen(_row_weights(x, manner.balance), 1.0)
-        x = x * weights
+        x, weights = _balanced(x, manner)
     made, squares = _even(x, turn, partners, manner, share)
     if manner.balance:
         x = x * weights
@@ -176,9 +175,13 @@ def _lows(power: float) -> list[float]:
     return found
 
 
-def _row_weights(x: Tensor, balance: float) -> Tensor:
-    """What to multiply rows of ``x`` (..., m, r) by, (..., m, 1): 1 for the largest row."""
+def _balanced(x: Tensor, manner: Manner) -> tuple[Tensor, Tensor]:
+    """Rows of ``x`` (batch, I, m, r) times weights (batch, I, m, 1), 1 for the largest row."""
+    least = linalg.least_norm(x.dtype)
+    if kernels.serve(x):
+        return kernels.whiten.balanced(x, manner.balance, _SMALLEST_ROW, least, manner.members)
     sizes: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    largest = sizes.amax(-2, keepdim=True)
-    share = sizes / largest.clamp_min(linalg.least_norm(x.dtype))
-    return (share.square() + _SMALLEST_ROW**2) ** (-balance / 2)
+    share = sizes / sizes.amax(-2, keepdim=True).clamp_min(least)
+    weights = (share.square() + _SMALLEST_ROW**2) ** (-manner.balance / 2)
+    weights = manner.chosen(weights, 1.0)
+    return x * weights, weights

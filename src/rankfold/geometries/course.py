@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,13 +43,6 @@ class Course(NamedTuple):
     own: bool
     running: Running | None
     clipped: Tensor | None
-
-
-class _Kept(NamedTuple):
-    """One side of the vector to keep, and of the one a step goes along."""
-
-    kept: Tensor
-    ahead: Tensor
 
 
 class _Given(NamedTuple):
@@ -172,15 +166,12 @@ def _added(options: StepOptions, old: Pair, scale: Tensor, new: Pair) -> tuple[P
     Both are one, but for a look ahead, where the same is done to it once more.
     """
 
-    def added(x: Tensor, y: Tensor, share: Tensor) -> _Kept:
-        kept = tall.step(x, y, share, weight=options.momentum)
-        if not options.nesterov:
-            return _Kept(kept, kept)
-        return _Kept(kept, tall.step(kept, y, share, weight=options.momentum))
-
-    left, right = both(added, old, new, shared=(scale,))
-    kept = Pair(left.kept, right.kept)
-    return kept, Pair(left.ahead, right.ahead) if options.nesterov else kept
+    weight = options.momentum
+    if not options.nesterov:
+        kept = Pair(*both(partial(tall.step, weight=weight), old, new, shared=(scale,)))
+        return kept, kept
+    left, right = both(partial(tall.steps, weight=weight), old, new, shared=(scale,))
+    return Pair(left.once, right.once), Pair(left.twice, right.twice)
 
 
 def _heavy_ball(given: _Given) -> Course:

@@ -165,10 +165,10 @@ def _settle_kernel(
 
 @triton.jit
 def _step_kernel(
-    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, weight, size, members,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    a_ptr, t_ptr, scale_ptr, alive_ptr, out_ptr, ahead_ptr, weight, size, members,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """weight A + scale T of one member, or weight A."""
+    """weight A + scale T of one member, or weight A; and if asked the same of what that makes."""
     member = tl.program_id(0).to(tl.int64)
     where = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = where < size
@@ -178,7 +178,10 @@ def _step_kernel(
     if MASKED:
         alive = tl.load(alive_ptr + member % members)
     if alive:
-        a += tl.load(scale_ptr + member % members) * tl.load(t_ptr + where, mask=there)
+        step = tl.load(scale_ptr + member % members) * tl.load(t_ptr + where, mask=there)
+        a += step
+        if AHEAD:
+            tl.store(ahead_ptr + where, weight * a + step, mask=there)
     tl.store(out_ptr + where, a, mask=there)
 
 
@@ -213,15 +216,28 @@ def step(
 
     Numbers are (batch,), or (batch / 2,) and the same for both halves.
     """
+    return _step(a, t, scale, alive, weight, ahead=False)[0]
+
+
+def steps(a: Tensor, t: Tensor, scale: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """That step, and the same step made of what it makes, of tensors (batch, ...)."""
+    return _step(a, t, scale, None, weight, ahead=True)
+
+
+def _step(
+    a: Tensor, t: Tensor, scale: Tensor, alive: Tensor | None, weight: float, *, ahead: bool
+) -> tuple[Tensor, Tensor]:
     a, t, scale = a.contiguous(), t.contiguous(), scale.contiguous()
     out = torch.empty_like(a)
+    further = torch.empty_like(a) if ahead else out
     size = a[0].numel()
     grid = (len(a), parts(size, 4096))
     mask = scale if alive is None else alive
     _step_kernel[grid](
-        a, t, scale, mask, out, weight, size, len(scale), BLOCK=4096, MASKED=alive is not None
-    )
-    return out
+        a, t, scale, mask, out, further, weight, size, len(scale),
+        BLOCK=4096, MASKED=alive is not None, AHEAD=ahead,
+    )  # fmt: skip
+    return out, further
 
 
 def combine(

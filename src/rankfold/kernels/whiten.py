@@ -1,4 +1,6 @@
-"""Triton kernels for inverse roots of r×r float32 matrices, r up to 64, singular ones included."""
+"""Triton kernels for whitened directions, float32: inverse roots of r×r matrices, singular ones
+included, for r up to 64, and balanced rows for r up to 128.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from ..linalg import least_norm
 from .products import dot
 from .refine import launch, tile, total
+from .sizes import padded
 
 
 @triton.jit
@@ -172,3 +175,55 @@ def even(
             MASKED=tilted is not None, **launch(raised.shape[-1]),
         )  # fmt: skip
     return made, squares
+
+
+@triton.jit
+def _balanced_kernel(
+    x_ptr, chosen_ptr, out_ptr, weights_ptr, m, r, blocks, balance, smallest, least,
+    MASKED: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One factor a program: the largest of its rows, and then all of them by that."""
+    factor = tl.program_id(0).to(tl.int64)
+    x_ptr += factor * m * r
+    out_ptr += factor * m * r
+    cols = tl.arange(0, R)[None, :]
+    largest = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, m, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        there = (rows[:, None] < m) & (cols < r)
+        x = tl.load(x_ptr + rows[:, None] * r + cols, mask=there, other=0.0)
+        largest = tl.maximum(largest, tl.sum(x * x, 1))
+    size = tl.sqrt_rn(tl.max(largest, 0))
+    size = tl.where(size < least, least, size)
+    chosen = True
+    if MASKED:
+        chosen = tl.load(chosen_ptr + factor // blocks)
+    for start in range(0, m, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        there = (rows[:, None] < m) & (cols < r)
+        x = tl.load(x_ptr + rows[:, None] * r + cols, mask=there, other=0.0)
+        share = tl.sqrt_rn(tl.sum(x * x, 1)) / size
+        weight = tl.exp2(-0.5 * balance * tl.log2(share * share + smallest * smallest))
+        weight = tl.where(chosen, weight, 1.0)
+        tl.store(weights_ptr + factor * m + rows, weight, mask=rows < m)
+        tl.store(out_ptr + rows[:, None] * r + cols, x * weight[:, None], mask=there)
+
+
+def balanced(
+    x: Tensor, balance: float, smallest: float, least: float, chosen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``x`` (batch, I, m, r) times weights, and these (batch, I, m, 1).
+
+    As `whitening._balanced` has them; 1 but for the members (batch,) ``chosen``, if they are given.
+    """
+    x = x.contiguous()
+    (batch, blocks, m, r), out = x.shape, torch.empty_like(x)
+    weights = x.new_empty(batch, blocks, m, 1)
+    size = padded(r)
+    if x.numel():
+        _balanced_kernel[(batch * blocks,)](
+            x, x if chosen is None else chosen.contiguous(), out, weights, m, r, blocks,
+            balance, smallest, least, MASKED=chosen is not None, R=size, ROWS=8192 // size,
+            num_warps=8,
+        )  # fmt: skip
+    return out, weights
