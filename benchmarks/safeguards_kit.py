@@ -355,7 +355,7 @@ def plain_cholesky() -> Patch:
 def no_skip() -> Patch:
     """Steps that are not finite are taken like any other."""
 
-    def choose(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    def choose(yes: Tensor, no: Tensor, mask: Tensor) -> Tensor:
         return yes
 
     return mock.patch.object(tall, "choose", choose)

@@ -178,7 +178,7 @@ def test_a_fused_step_that_would_take_more_than_there_is_stays(
     frame = geometry.frame(point)
     coords = geometry.coordinates(frame, here.ambient(point, 10)[1])
     square = torch.zeros_like(coords.k)
-    made = [square] * 4, [square] * 4, square[..., 0], torch.ones_like(square[:, 0, 0])
+    made = [square] * 4, [square] * 4, square[..., 0], torch.ones_like(square[:, 0, :2]).mT
     fused = SimpleNamespace(fixed_embedded=lambda *_: made)
     monkeypatch.setattr(kernels, "retraction", fused, raising=False)
     lr = torch.tensor([0.5, 3.0], dtype=torch.float64)
