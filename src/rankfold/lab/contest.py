@@ -9,8 +9,7 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
    of value weights. Where the best rate is the first or the last of its line, the line grows by one
    rate at that end, until it is neither or has grown four times.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
-   rule; then the momentum; and then the rate of value·output products, as all of them were. All
-   else stays.
+   rule; then the momentum. All else stays.
 3. The best setting is run on the seeds from 0 on, or from another that was chosen beforehand.
 
 What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on

@@ -63,12 +63,8 @@ PRODUCT_LINES: tuple[Line, ...] = (
     _VALUE_OUTPUT,
 )
 LINES: tuple[Line, ...] = (*PRODUCT_LINES, Line(_faster("o")), Line(_faster("v")))
-# Longer runs want lower rates, often more momentum, and their own share of value·output products.
-LONGER_LINES: tuple[Line, ...] = (
-    Line(_ALL, (-1, 0)),
-    _SMOOTHER,
-    Line(_faster("v", "o"), (-1, 0)),
-)
+# Longer runs want lower rates and, often, more momentum.
+LONGER_LINES: tuple[Line, ...] = (Line(_ALL, (-1, 0)), _SMOOTHER)
 
 
 def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
