@@ -61,14 +61,13 @@ def test_groups_cost_what_their_rates_need(geometry: str, kind: str) -> None:
         more = {name: n for name, n in (found - alone).items() if name not in VIEWS}
         fill = "aten.fill_.Tensor" if kind == "tensor" else "aten.fill_.Scalar"
         less = {name: n for name, n in (alone - found).items() if name not in VIEWS}
-        # One number is spread over members as it is made, and a table of them negated; one tensor
-        # takes on the dtype of the factors, which a table of tensors has.
+        # One number is spread over members as it is made; one tensor takes on the dtype of the
+        # factors, which a table of tensors has.
         numbers = kind == "number"
         assert more == {
             "aten.empty.memory_format": shapes,
             fill: shapes * number,
             "aten.index_select.default": shapes,
-            **({"aten.neg.default": shapes} if numbers else {}),
         }
         assert less == {("aten.new_full" if numbers else "aten._to_copy") + ".default": shapes}
 

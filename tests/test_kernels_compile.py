@@ -222,17 +222,17 @@ def test_memory_of_a_step(name: str, momentum: float, imagined: Imagined) -> Non
 # Kernels and small operations of a step, without and with momentum. In a graph each takes a
 # microsecond or two, however small it is.
 LAUNCHES = {
-    ("fixed-embedded", 0.0): 37,
-    ("fixed-embedded", 0.9): 57,
-    ("fixed-quotient", 0.0): 41,
-    ("fixed-quotient", 0.9): 47,
-    ("isometry-embedded", 0.0): 40,
-    ("isometry-embedded", 0.9): 63,
-    ("isometry-quotient", 0.0): 36,
-    ("isometry-quotient", 0.9): 43,
-    ("isometry-canonical", 0.0): 46,
-    ("isometry-canonical", 0.9): 56,
-    ("recommended", 0.8): 98,
+    ("fixed-embedded", 0.0): 21,
+    ("fixed-embedded", 0.9): 27,
+    ("fixed-quotient", 0.0): 19,
+    ("fixed-quotient", 0.9): 22,
+    ("isometry-embedded", 0.0): 17,
+    ("isometry-embedded", 0.9): 23,
+    ("isometry-quotient", 0.0): 17,
+    ("isometry-quotient", 0.9): 21,
+    ("isometry-canonical", 0.0): 17,
+    ("isometry-canonical", 0.9): 24,
+    ("recommended", 0.8): 60,
 }
 
 

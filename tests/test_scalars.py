@@ -100,10 +100,14 @@ def test_count(members: int, there: tuple[bool, bool, bool], served: None) -> No
     """Some members of a stack, whose rows then lie apart, twice."""
     whole = torch.zeros(4, members + 7, dtype=torch.long, device=DEVICE)
     alive, *drawn = (draw(4, members) > 0.4).to(DEVICE)
+    drawn[1] = torch.cat((drawn[1], draw(members + 1)[1:].to(DEVICE) > 0.7))  # of both sides
+    drawn[2] = drawn[2][:1].expand(members)  # one for all
     marks = [mark if here else None for mark, here in zip(drawn, there, strict=True)]
     for _ in range(2):
         scalars.count(whole[:, 3:-4], alive, marks)
-    happened = [~alive, *(alive & (False if x is None else x) for x in marks)]
+    drawn[1] = drawn[1][:members] | drawn[1][members:]
+    happened = [~alive]
+    happened += [alive & x & here for x, here in zip(drawn, there, strict=True)]
     assert torch.equal(whole[:, 3:-4], 2 * torch.stack(happened).long())
     assert not whole[:, :3].any()
     assert not whole[:, -4:].any()
@@ -114,5 +118,5 @@ def test_count_plainly() -> None:
     counts = torch.zeros(3, 2, dtype=torch.long)
     alive = torch.tensor([True, False])
     for _ in range(3):
-        scalars.count(counts, alive, [None, torch.tensor([True, True])])
+        scalars.count(counts, alive, [None, torch.tensor([False, True, True, True])])
     assert counts.tolist() == [[0, 3], [0, 0], [3, 0]]

@@ -37,7 +37,8 @@ def within(norms: Sequence[Tensor], largest: float) -> Tensor:
 def count(counts: Tensor, alive: Tensor, marks: Sequence[Tensor | None]) -> None:
     """Add to ``counts`` (1 + marks, batch), integers, who is not ``alive``, then who is marked.
 
-    Masks are (batch,). Of a member that is not alive no mark counts.
+    Masks are (batch,), marks perhaps those of both sides behind each other: see `either`. Of a
+    member that is not alive no mark counts.
     """
     if kernels.available(counts.device):
         kernels.scalars.count(counts, alive, marks)
@@ -46,4 +47,9 @@ def count(counts: Tensor, alive: Tensor, marks: Sequence[Tensor | None]) -> None
     counts[0].add_(~alive)
     for row, mark in zip(counts[1:], marks, strict=True):
         if mark is not None:
-            row.add_(mark & alive)
+            row.add_(either(mark, alive) & alive)
+
+
+def either(mark: Tensor, like: Tensor) -> Tensor:
+    """A mark like ``like`` (batch,), from one (2·batch,) whose sides lie behind each other too."""
+    return mark if len(mark) == len(like) else mark.view(2, -1).any(0)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import schatten, tall
+from .. import scalars, schatten, tall
 from ..together import both
 from . import course
 from .course import Course, Running
@@ -35,8 +35,9 @@ class Outcome:
     """What a step leaves: the new point, the momentum to keep, and what happened to whom.
 
     Members (batch,) that are not ``alive`` were skipped. ``marks`` are of `EVENTS` after that, in
-    their order, (batch,) or None, and mean nothing for members that were skipped. ``scale``
-    (batch,) is what the direction of its `Course` was multiplied by, for these as well.
+    their order, None or as `scalars.count` takes them, and mean nothing for members that were
+    skipped. ``scale`` (batch,) is what the direction of its `Course` was multiplied by, for these
+    as well.
     """
 
     ending: Pair | Stepped
@@ -55,7 +56,11 @@ class Outcome:
     def events(self) -> dict[str, Tensor]:
         """To whom what happened, (batch,) booleans by name, of events that could happen."""
         marked = zip(EVENTS[1:], self.marks, strict=True)
-        happened = {name: mark & self.alive for name, mark in marked if mark is not None}
+        happened = {
+            name: scalars.either(mark, self.alive) & self.alive
+            for name, mark in marked
+            if mark is not None
+        }
         return {"skipped": ~self.alive, **happened}
 
 
@@ -102,7 +107,10 @@ class Geometry(ABC):
         """What the steps share about the point; ``damping`` is an absolute ridge in its solves."""
 
     def lifted(self, frame: Any) -> Tensor | None:
-        """Members (batch,) whose Gram matrices had to be lifted to factor, if that can happen."""
+        """Members whose Gram matrices had to be lifted to factor, if that can happen.
+
+        (batch,), or (2·batch,) of the left and then the right matrices.
+        """
         return None
 
     def core(self, frame: Any) -> Tensor | None:

@@ -48,7 +48,7 @@ class FixedEmbedded(EmbeddedGeometry):
         return PairFrame(point, *linalg.orthonormal_frames(*_flat(point), damping), damping)
 
     def lifted(self, frame: PairFrame) -> Tensor:
-        return frame.left.lifted | frame.right.lifted
+        return as_one(frame.left.lifted, frame.right.lifted)
 
     def core(self, frame: PairFrame) -> Tensor:
         return frame.left.triangle @ frame.right.triangle.mT

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import kernels, linalg, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
-from ..together import both
+from ..together import as_one, both
 from ..whitening import Direction, Manner, whiten_both
 from . import decay
 from .base import Geometry, Landing, Pair, StepOptions, flatten_blocks
@@ -78,7 +78,7 @@ class FixedQuotient(Geometry):
         return GramFrame(Pair(a, b), *linalg.cholesky_pair(*grams, damping), damping)
 
     def lifted(self, frame: GramFrame) -> Tensor:
-        return frame.left.lifted | frame.right.lifted
+        return as_one(frame.left.lifted, frame.right.lifted)
 
     def core(self, frame: GramFrame) -> Tensor:
         return frame.left.lower.mT @ frame.right.lower

@@ -83,8 +83,17 @@ def _count(counts_ptr, happened, there):
 
 
 @triton.jit
+def _marked(mark_ptr, member, stride, second, there):
+    """Whether members are marked on either side, of which the second lies so far behind."""
+    mark_ptr += member * stride
+    marked = tl.load(mark_ptr, mask=there, other=0) != 0
+    return marked | (tl.load(mark_ptr + second, mask=there, other=0) != 0)
+
+
+@triton.jit
 def _count_kernel(
     counts_ptr, alive_ptr, mark_1, mark_2, mark_3, members, between,
+    stride_1, stride_2, stride_3, second_1, second_2, second_3,
     ROW_1: tl.constexpr, ROW_2: tl.constexpr, ROW_3: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Who is not alive goes to row 0, who is and is marked to the mark's, if it has one."""
@@ -94,25 +103,30 @@ def _count_kernel(
     counts_ptr += member
     _count(counts_ptr, alive == 0, there)
     if ROW_1 > 0:
-        mark = tl.load(mark_1 + member, mask=there, other=0) != 0
-        _count(counts_ptr + ROW_1 * between, alive & mark, there)
+        marked = alive & _marked(mark_1, member, stride_1, second_1, there)
+        _count(counts_ptr + ROW_1 * between, marked, there)
     if ROW_2 > 0:
-        mark = tl.load(mark_2 + member, mask=there, other=0) != 0
-        _count(counts_ptr + ROW_2 * between, alive & mark, there)
+        marked = alive & _marked(mark_2, member, stride_2, second_2, there)
+        _count(counts_ptr + ROW_2 * between, marked, there)
     if ROW_3 > 0:
-        mark = tl.load(mark_3 + member, mask=there, other=0) != 0
-        _count(counts_ptr + ROW_3 * between, alive & mark, there)
+        marked = alive & _marked(mark_3, member, stride_3, second_3, there)
+        _count(counts_ptr + ROW_3 * between, marked, there)
 
 
 def count(counts: Tensor, alive: Tensor, marks: Sequence[Tensor | None]) -> None:
     """Add to ``counts`` (1 + marks, batch) who is not ``alive``, and who is and is marked.
 
-    Rows of counts, which may lie apart, hold integers; everybody else is (batch,).
+    Rows of counts, which may lie apart, hold integers. Up to three marks are (batch,), of any
+    stride, or (2·batch,) of both sides behind each other; ``alive`` is (batch,).
     """
-    given = [mark for mark in marks if mark is not None]
+    alive, members = alive.contiguous(), len(alive)
     rows = [row for row, mark in enumerate(marks, 1) if mark is not None]
+    given = [mark for mark in marks if mark is not None]
+    strides = [mark.stride(0) for mark in given]
+    seconds = [mark.stride(0) * (len(mark) - members) for mark in given]
     spare = 3 - len(given)
-    _count_kernel[(parts(len(alive), _BLOCK),)](
-        counts, alive, *given, *[alive] * spare, len(alive), counts.stride(0),
-        *rows, *[0] * spare, BLOCK=_BLOCK,
+    nothing = [0] * spare
+    _count_kernel[(parts(members, _BLOCK),)](
+        counts, alive, *given, *[alive] * spare, members, counts.stride(0),
+        *strides, *nothing, *seconds, *nothing, *rows, *nothing, BLOCK=_BLOCK,
     )  # fmt: skip
