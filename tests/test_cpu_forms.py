@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rankfold
-from rankfold import Factor, Grid, linalg, polar, stacks, tall
+from rankfold import Factor, Grid, linalg, polar, rank_core, stacks, tall
 from rankfold.geometries import GEOMETRIES, fixed_embedded
 
 from .watching import Watch
@@ -80,9 +80,11 @@ def test_a_core_that_ends_early_is_the_one_of_all_iterations(
     length: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = core_problem([length] * 4)
-    early = linalg.best_rank_core(*problem)
-    monkeypatch.setattr(linalg, "_is_settled", lambda x, *_: torch.zeros(len(x), dtype=torch.bool))
-    full = linalg.best_rank_core(*problem)
+    early = rank_core.best_rank_core(*problem)
+    monkeypatch.setattr(
+        rank_core, "_is_settled", lambda x, *_: torch.zeros(len(x), dtype=torch.bool)
+    )
+    full = rank_core.best_rank_core(*problem)
     for one, other in zip(early[:3], full[:3], strict=True):
         assert apart(one, other) < 8 * EPS * float(other.abs().max())
     assert torch.equal(early.unconverged, full.unconverged)
@@ -93,14 +95,14 @@ def test_a_member_has_the_same_core_whoever_is_beside_it() -> None:
     problem = core_problem(lengths)
     watch = Watch()
     with watch:
-        linalg.best_rank_core(*(x[:1] for x in problem))
+        rank_core.best_rank_core(*(x[:1] for x in problem))
     short = watch.operations["aten.bmm.default"]
     watch = Watch()
     with watch:
-        together = linalg.best_rank_core(*problem)
+        together = rank_core.best_rank_core(*problem)
     assert short < watch.operations["aten.bmm.default"]
     for k in range(len(lengths)):
-        alone = linalg.best_rank_core(*(x[k : k + 1] for x in problem))
+        alone = rank_core.best_rank_core(*(x[k : k + 1] for x in problem))
         for one, other in zip(together, alone, strict=True):
             assert torch.equal(one[k], other[0])
 

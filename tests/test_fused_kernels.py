@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import kernels, linalg, tall
+from rankfold import kernels, linalg, rank_core, tall
 from rankfold.geometries import GEOMETRIES, Pair, geometry_for, stiefel
 from rankfold.geometries.embedded import EmbeddedGeometry
 
@@ -251,9 +251,9 @@ def test_rank_approximation(t: float) -> None:
     core = core.to(DEVICE)
     k, x, y = (t / 5**0.5 * randn(2, 5, 5, seed=s).double() for s in (14, 15, 16))
     wide = core + k, x.mT @ x, y.mT @ y, torch.linalg.inv(core)
-    expected = linalg.best_rank_core(*(v.float().cpu() for v in wide))  # as many iterations
+    expected = rank_core.best_rank_core(*(v.float().cpu() for v in wide))  # as many iterations
     core, xx, yy, guess = (v.float() for v in wide)
-    share = linalg.left_to_move(torch.float32)
+    share = rank_core.left_to_move(torch.float32)
     found = kernels.refine.best_rank_core(core, xx, yy, guess, 3, share)
     assert found[3].tolist() == expected.unconverged.tolist() == [t > 1] * 2
     for one, other in zip(found[:3], expected[:3], strict=True):

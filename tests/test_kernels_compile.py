@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, linalg, recommended, tall
+from rankfold import Factor, Grid, RiemannianSGD, direct, kernels, rank_core, recommended, tall
 from rankfold.geometries import GEOMETRIES, Pair, geometry_for
 from rankfold.lab.optimizers import WideAdamW
 from rankfold.whitening import TILTS, Manner, _numbers
@@ -284,7 +284,7 @@ def test_small_matrices(compiled: Compiled) -> None:
     kernels.refine.inverse(x, x)
     kernels.refine.root(x)
     kernels.refine.best_rank_core(
-        x, x, x, x, linalg.rank_iterations(x.dtype), linalg.left_to_move(x.dtype)
+        x, x, x, x, rank_core.rank_iterations(x.dtype), rank_core.left_to_move(x.dtype)
     )
     kernels.elimination.cholesky_inverse(x)
     assert {"_inverse_kernel", "_root_kernel", "_best_rank_kernel"} <= compiled.names

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rankfold import linalg, polar, tall
+from rankfold import linalg, polar, rank_core, tall
 from rankfold.geometries.settling import moved_spread
 from rankfold.geometries.terms import LONGEST_CAPTURED
 
@@ -157,7 +157,7 @@ def assemble(left: Tensor, right: Tensor, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(("t", "tolerance"), [(0.01, 1e-14), (0.1, 1e-13), (0.3, 1e-11)])
 def test_best_rank_core_is_the_truncated_svd(t: float, tolerance: float) -> None:
     core, x, y, _ = rank_problem(t, seed=11)
-    left, right, inverse, unconverged = linalg.best_rank_core(
+    left, right, inverse, unconverged = rank_core.best_rank_core(
         core, x.T @ x, y.T @ y, torch.linalg.inv(core)
     )
     whole = torch.cat([torch.cat([core, y.T], 1), torch.cat([x, torch.zeros_like(core)], 1)])
@@ -171,7 +171,7 @@ def test_best_rank_core_is_the_truncated_svd(t: float, tolerance: float) -> None
 def test_best_rank_core_marks_what_did_not_converge() -> None:
     easy, hard = rank_problem(0.05, seed=12), rank_problem(40.0, seed=13)
     core, x, y = (torch.stack(pair) for pair in list(zip(easy, hard, strict=True))[:3])
-    left, right, _, unconverged = linalg.best_rank_core(core, x.mT @ x, y.mT @ y, core)
+    left, right, _, unconverged = rank_core.best_rank_core(core, x.mT @ x, y.mT @ y, core)
     assert unconverged.tolist() == [False, True]
     # The last iterate is kept, and no iterate moves further than twice the step.
     moved = assemble(left[1], right[1], x[1], y[1])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, scalars, schatten, tall
+from .. import kernels, linalg, polar, rank_core, scalars, schatten, tall
 from ..linalg import Frame
 from ..tall import TurnedGrams
 from ..together import as_one, both, halves
@@ -155,7 +155,7 @@ class FixedEmbedded(EmbeddedGeometry):
         unconverged = None
         if options.retraction == "svd":
             xx, yy = g * g * coords.xx, g * g * coords.yy
-            p, f, q, unconverged = linalg.best_rank_core(core, xx, yy, before)
+            p, f, q, unconverged = rank_core.best_rank_core(core, xx, yy, before)
         else:
             p, q = core, linalg.inverse(core, before)
             f = q.mT
@@ -203,8 +203,8 @@ class FixedEmbedded(EmbeddedGeometry):
             (coords.xx, coords.yy),
             (coords.left.inner, coords.right.inner),
             scale,
-            linalg.rank_iterations(scale.dtype),
-            linalg.left_to_move(scale.dtype),
+            rank_core.rank_iterations(scale.dtype),
+            rank_core.left_to_move(scale.dtype),
         )
         if options.weight_decay:
             root = (1 - options.shrink_of(coords.k)) ** 0.5

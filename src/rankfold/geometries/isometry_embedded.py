@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, polar, schatten, tall
+from .. import kernels, linalg, polar, rank_core, schatten, tall
 from ..linalg import skew
 from ..polar import Spread
 from ..steepest import steepest_tangent
@@ -94,7 +94,7 @@ class IsometryEmbedded(EmbeddedGeometry):
         g = tall.per_member(scale, coords.k)
         eye = linalg.identity_like(coords.k)
         xx, yy = g * g * coords.xx, g * g * coords.yy
-        p, f, _, unconverged = linalg.best_rank_core(eye + g * coords.k, xx, yy, eye)
+        p, f, _, unconverged = rank_core.best_rank_core(eye + g * coords.k, xx, yy, eye)
         # The rank-r approximation is (U P + γX) N⁻¹ (V + γY F)ᵀ. Multiplying by orthonormal V'ᵀ
         # on the right does not change a polar factor, so two polar factors of tall matrices do.
         # In short steps these matrices are near I, and are multiplied by what they have beside it:
@@ -126,8 +126,8 @@ class IsometryEmbedded(EmbeddedGeometry):
             (coords.left.own, coords.right.own),
             (coords.left.inner, coords.right.inner),
             scale,
-            linalg.rank_iterations(scale.dtype),
-            linalg.left_to_move(scale.dtype),
+            rank_core.rank_iterations(scale.dtype),
+            rank_core.left_to_move(scale.dtype),
         )
         alive = norm <= options.largest
         coefficients = NewCoefficients(*new)

@@ -100,7 +100,7 @@ def best_rank(
         distance = tl.sqrt(tl.maximum(total(change * (pulled - before)), 0.0))
         inverse = invert(core + pulled, inverse, eye, P)
         k += 1
-    # As in `linalg._still_moving`; where iterations ended early they did so at rounding.
+    # As in `rank_core._still_moving`; where iterations ended early they did so at rounding.
     tl.store(unconverged_ptr, distance * tl.minimum(distance, earlier) > share * earlier)
     return pulled, right, inverse
 
@@ -186,8 +186,8 @@ def best_rank_core(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``left``, ``right`` and ``left⁻¹`` (batch, r, r), and who has not converged (batch,).
 
-    As in `rankfold.linalg.best_rank_core`; ``guess`` is near the inverse of ``core``, and ``share``
-    what may be left to move of the last distance but one.
+    As in `rankfold.rank_core`; ``guess`` is near the inverse of ``core``, and ``share`` what may be
+    left to move of the last distance but one.
     """
     core, xx, yy = (x.contiguous() for x in (core, xx, yy))
     guess = guess.expand_as(core).contiguous()
