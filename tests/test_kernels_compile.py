@@ -232,7 +232,7 @@ LAUNCHES = {
     ("isometry-quotient", 0.9): 21,
     ("isometry-canonical", 0.0): 17,
     ("isometry-canonical", 0.9): 24,
-    ("recommended", 0.8): 60,
+    ("recommended", 0.8): 51,
 }
 
 

@@ -74,6 +74,40 @@ def test_over_root(
 
 @in_kernels
 @batches
+@pytest.mark.parametrize("power", [0.5, 1.0])
+@pytest.mark.parametrize("one_for_all", [False, True])
+def test_grown(
+    members: int,
+    power: float,
+    one_for_all: bool,
+    served: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    square = (draw(members) * 10 ** (8 * draw(members) - 4)).to(DEVICE)
+    square[:2] = torch.tensor([0.0, NAN])[:members]
+    scale = -draw(members).to(DEVICE)
+    if one_for_all:
+        scale = scale[:1].expand(members)
+    ours = scalars.grown(scale, square, 1 / 48, power)
+    plainly(monkeypatch)
+    theirs = scalars.grown(scale.double(), square.double(), 1 / 48, power)
+    torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=0, equal_nan=True)
+    assert ours[0] == 0
+
+
+@in_kernels
+@batches
+@pytest.mark.parametrize("blocks", [(1, 1), (4, 1), (2, 3)])
+def test_total(members: int, blocks: tuple[int, int], served: None) -> None:
+    left, right = (draw(members, count).to(DEVICE) for count in blocks)
+    left[0, -1] = NAN
+    found = scalars.total(left, right)
+    expected = left.double().sum(1) + right.double().sum(1)
+    torch.testing.assert_close(found.double(), expected, rtol=4e-7, atol=0, equal_nan=True)
+
+
+@in_kernels
+@batches
 @pytest.mark.parametrize("blocks", [(1, 1), (4, 1), (2, 3)])
 def test_within(
     members: int, blocks: tuple[int, int], served: None, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +145,13 @@ def test_count(members: int, there: tuple[bool, bool, bool], served: None) -> No
     assert torch.equal(whole[:, 3:-4], 2 * torch.stack(happened).long())
     assert not whole[:, :3].any()
     assert not whole[:, -4:].any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="has no kernels to interpret")
+def test_what_is_summed_and_grown_plainly() -> None:
+    left, right = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0], [7.0]])
+    assert scalars.total(left, right).tolist() == [8, 14]
+    assert scalars.grown(torch.tensor([3.0]), torch.tensor([32.0]), 0.5, 0.5).tolist() == [6]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="has no kernels to interpret")

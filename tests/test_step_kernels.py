@@ -92,6 +92,32 @@ def test_shifts_of_a_quotient_step(r: int) -> None:
 
 @in_kernels
 @ranks
+def test_sizes_of_products(r: int) -> None:
+    draw = Draw(11)
+    a, b = lower(draw, r), lower(draw, r)
+    found = kernels.quotient.product_square(a, b)
+    close(found, (a.double().mT @ b.double()).square().sum((1, 2)), 8)
+
+
+@in_kernels
+@ranks
+@pytest.mark.parametrize("chosen", [None, [True, False, True]])
+def test_directions_of_given_squares(r: int, chosen: list[bool] | None) -> None:
+    """Of a member with nothing in it, too, and of both sides behind each other."""
+    draw, blocks = Draw(12), 2
+    made = draw(2 * MEMBERS, blocks, r, r)
+    square, now = draw(2 * MEMBERS, blocks).square(), draw(2 * MEMBERS, blocks).square()
+    now[2, 1] = square[2, 1] = 0
+    members = None if chosen is None else torch.tensor(chosen, device=DEVICE)
+    found = kernels.whiten.of_square(made, square, now, members)
+    ratio = (square.double() / now.double()).nan_to_num(0)
+    if members is not None:
+        ratio[~members.repeat(2)] = 1
+    close(found, ratio.sqrt()[..., None, None] * made.double(), 4)
+
+
+@in_kernels
+@ranks
 def test_what_bounds_a_quotient_step(r: int) -> None:
     """Of members just within the bound, just beyond it, and not finite."""
     draw = Draw(3)

@@ -23,6 +23,20 @@ def over_root(square: Tensor, least: float, factor: float, scale: Tensor | None 
     return (factor if scale is None else factor * scale) / root
 
 
+def grown(scale: Tensor, square: Tensor, share: float, power: float) -> Tensor:
+    """``scale √(share square)^power``, (batch,)."""
+    if kernels.serve_numbers(square):
+        return kernels.scalars.grown(scale, square, share, power)
+    return scale * (share * square).sqrt() ** power
+
+
+def total(left: Tensor, right: Tensor) -> Tensor:
+    """The sums (batch,) of all numbers (batch, I) and (batch, J) that a member has."""
+    if kernels.serve_numbers(left[:, 0]):
+        return kernels.scalars.total(left, right)
+    return left.sum(1) + right.sum(1)
+
+
 def within(norms: Sequence[Tensor], largest: float) -> Tensor:
     """Members (batch,) none of whose blocks' norms (batch, blocks) is too large or not a number.
 

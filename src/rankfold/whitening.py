@@ -99,10 +99,16 @@ def whiten(
     made = made if turn is None else turn @ made
     if manner.tilt or manner.balance:
         # Of the rows: by a Gram matrix, what is raised most would be its rounding.
-        longer = tall.turned_square(x, made, manner.members)
-        ratio = manner.chosen(squares / longer.clamp_min(least_square(longer)), 1.0)
-        made = ratio.sqrt()[..., None, None] * made
+        made = _of_square(made, squares, tall.turned_square(x, made, manner.members), manner)
     return Direction(x, made, squares)
+
+
+def _of_square(made: Tensor, square: Tensor, now: Tensor, manner: Manner) -> Tensor:
+    """What is ``made`` (batch, I, r, r) with the squares that they should have, (batch, I)."""
+    if kernels.serve_small(made):
+        return kernels.whiten.of_square(made, square, now, manner.members)
+    ratio = manner.chosen(square / now.clamp_min(least_square(now)), 1.0)
+    return ratio.sqrt()[..., None, None] * made
 
 
 def _even(

@@ -113,8 +113,8 @@ class Geometry(ABC):
         """
         return None
 
-    def core(self, frame: Any) -> Tensor | None:
-        """(batch, r, r) with the singular values of the (stacked) product, unless all are one."""
+    def product_square(self, frame: Any) -> Tensor | None:
+        """‖W‖² of the (stacked) product (batch,), unless all of its singular values are one."""
         return None
 
     @abstractmethod

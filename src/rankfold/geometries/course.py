@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,7 +77,7 @@ def plot(
         lr = lr.clamp(max=LONGEST_CAPTURED)
     scale = _spread(lr, batch, grad.left)
     if options.growth:
-        scale = scale * _size(geometry, frame, grad) ** options.growth
+        scale = _grown(geometry, frame, scale, grad, options.growth)
     if running is not None:
         nu, weight = options.momentum, running.weight
         weight = torch.zeros_like(weight) if momentum is None else nu * weight + (1 - nu)
@@ -99,12 +98,12 @@ def _spread(lr: float | Tensor, batch: int, like: Tensor) -> Tensor:
     return lr * like.new_ones(batch)  # of 0 dimensions and on the host, it is read there
 
 
-def _size(geometry: Geometry, frame: Any, factors: Pair) -> Tensor:
-    """Root mean square of the singular values of a member's products, (batch,)."""
-    core = geometry.core(frame)
-    assert core is not None  # option_checks.check_choices
-    products = factors.left.shape[1] * factors.right.shape[1]
-    return linalg.typical_value(core) / math.sqrt(products)
+def _grown(geometry: Geometry, frame: Any, scale: Tensor, factors: Pair, growth: float) -> Tensor:
+    """``scale`` (batch,) times a power of the products' singular values' root mean square."""
+    square = geometry.product_square(frame)
+    assert square is not None  # option_checks.check_choices
+    (_, i, _, r), j = factors.left.shape, factors.right.shape[1]
+    return scalars.grown(scale, square, 1 / (i * j * r), growth)
 
 
 def _smoothing(given: _Given) -> Course:

@@ -51,7 +51,11 @@ class FixedEmbedded(EmbeddedGeometry):
         return as_one(frame.left.lifted, frame.right.lifted)
 
     def core(self, frame: PairFrame) -> Tensor:
+        """S (batch, r, r) of W = U S Vᵀ."""
         return frame.left.triangle @ frame.right.triangle.mT
+
+    def product_square(self, frame: PairFrame) -> Tensor:
+        return linalg.squared_norm(self.core(frame), 2)
 
     def gradient(self, frame: PairFrame, grad: Pair, repair: str = "average") -> Pair:
         if repair != "exact":

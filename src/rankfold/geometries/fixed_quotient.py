@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels, linalg, schatten, tall
+from .. import kernels, linalg, scalars, schatten, tall
 from ..linalg import Cholesky
 from ..tall import Plus
 from ..together import as_one, both
@@ -80,8 +80,11 @@ class FixedQuotient(Geometry):
     def lifted(self, frame: GramFrame) -> Tensor:
         return as_one(frame.left.lifted, frame.right.lifted)
 
-    def core(self, frame: GramFrame) -> Tensor:
-        return frame.left.lower.mT @ frame.right.lower
+    def product_square(self, frame: GramFrame) -> Tensor:
+        left, right = frame.left.lower, frame.right.lower
+        if kernels.serve_small(left):
+            return kernels.quotient.product_square(left, right)
+        return linalg.squared_norm(left.mT @ right, 2)
 
     def gradient(self, frame: GramFrame, grad: Pair, repair: str = "average") -> Pair:
         lift = self._lift(frame, grad)
@@ -242,7 +245,7 @@ class FixedQuotient(Geometry):
         rows, turns, _ = zip(*found, strict=True)
         made = both(back, rows, turns, (frame.right.inverse, frame.left.inverse))
         vector = Pair(*(x.view_as(old) for x, old in zip(made, coords.vector, strict=True)))
-        square = found[0].squares.sum(1) + found[1].squares.sum(1)
+        square = scalars.total(found[0].squares, found[1].squares)
         return WeighedTangent(vector, (frame.right.lower, frame.left.lower), square)
 
     def step_limit(self, frame: GramFrame, coords: WeighedTangent) -> Tensor:

@@ -67,6 +67,24 @@ def shifts(
 
 
 @triton.jit
+def _product_square_kernel(
+    a_ptr, b_ptr, out_ptr, r, R: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    place, inside, _ = tile(r, R)
+    a = tl.load(a_ptr + place, mask=inside, other=0.0)
+    core = dot(tl.trans(a), tl.load(b_ptr + place, mask=inside, other=0.0), PRECISION)
+    tl.store(out_ptr + tl.program_id(0), total(core * core))
+
+
+def product_square(left: Tensor, right: Tensor) -> Tensor:
+    """‖A Bᵀ‖² (batch,) from L_A and L_B (batch, r, r) of AᵀA = L_A L_Aᵀ and BᵀB = L_B L_Bᵀ."""
+    left, right, r = left.contiguous(), right.contiguous(), left.shape[-1]
+    out = left.new_empty(len(left))
+    _product_square_kernel[(len(left),)](left, right, out, r, **launch(r))
+    return out
+
+
+@triton.jit
 def _size(x_ptr, place, inside):
     x = tl.load(x_ptr + place, mask=inside, other=0.0)
     return tl.sqrt_rn(total(x * x))

@@ -45,6 +45,54 @@ def over_root(square: Tensor, least: float, factor: float, scale: Tensor | None)
 
 
 @triton.jit
+def _grown_kernel(
+    scale_ptr, square_ptr, out_ptr, members, stride, share, power, BLOCK: tl.constexpr
+):  # fmt: skip
+    member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = member < members
+    square = share * tl.load(square_ptr + member, mask=there, other=1.0)
+    growth = tl.exp2(0.5 * power * tl.log2(square))
+    scale = tl.load(scale_ptr + member * stride, mask=there, other=0.0)
+    tl.store(out_ptr + member, scale * growth, mask=there)
+
+
+def grown(scale: Tensor, square: Tensor, share: float, power: float) -> Tensor:
+    """``scale √(share square)^power`` (batch,); ``scale`` may be of stride 0."""
+    square = square.contiguous()
+    out, members = torch.empty_like(square), len(square)
+    _grown_kernel[(parts(members, _BLOCK),)](
+        scale, square, out, members, scale.stride(0), share, power, BLOCK=_BLOCK
+    )
+    return out
+
+
+@triton.jit
+def _sum(x_ptr, member, there, columns, BLOCK: tl.constexpr):
+    found = tl.zeros((BLOCK,), tl.float32)
+    for k in range(columns):
+        found += tl.load(x_ptr + member * columns + k, mask=there, other=0.0)
+    return found
+
+
+@triton.jit
+def _total_kernel(left_ptr, right_ptr, out_ptr, members, i, j, BLOCK: tl.constexpr):
+    member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = member < members
+    found = _sum(left_ptr, member, there, i, BLOCK) + _sum(right_ptr, member, there, j, BLOCK)
+    tl.store(out_ptr + member, found, mask=there)
+
+
+def total(left: Tensor, right: Tensor) -> Tensor:
+    """The sums (batch,) of all numbers (batch, I) and (batch, J) of a member."""
+    out = left.new_empty(len(left))
+    _total_kernel[(parts(len(left), _BLOCK),)](
+        left.contiguous(), right.contiguous(), out, len(left), left.shape[1], right.shape[1],
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _largest(norms_ptr, member, there, blocks, BLOCK: tl.constexpr):
     """The largest of each member's norms, or NaN if one is."""
     found = tl.zeros((BLOCK,), tl.float32)

@@ -178,6 +178,37 @@ def even(
 
 
 @triton.jit
+def _of_square_kernel(
+    made_ptr, square_ptr, now_ptr, chosen_ptr, out_ptr, r, blocks, members, least,
+    MASKED: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    place, inside, _ = tile(r, R)
+    factor = tl.program_id(0)
+    now = tl.load(now_ptr + factor)
+    ratio = tl.div_rn(tl.load(square_ptr + factor), tl.where(now < least, least, now))
+    if MASKED:
+        ratio = tl.where(tl.load(chosen_ptr + factor // blocks % members), ratio, 1.0)
+    made = tl.load(made_ptr + place, mask=inside, other=0.0)
+    tl.store(out_ptr + place, tl.sqrt_rn(ratio) * made, mask=inside)
+
+
+def of_square(made: Tensor, square: Tensor, now: Tensor, chosen: Tensor | None) -> Tensor:
+    """``made`` (batch, I, r, r) times √(``square`` / ``now``) of each, (batch, I).
+
+    Of the members (batch,) ``chosen`` alone, if they are given; the others' stay.
+    """
+    made, square, now = made.contiguous(), square.contiguous(), now.contiguous()
+    out, r = torch.empty_like(made), made.shape[-1]
+    if square.numel():
+        _of_square_kernel[(square.numel(),)](
+            made, square, now, square if chosen is None else chosen.contiguous(), out, r,
+            square.shape[1], len(made) if chosen is None else len(chosen),
+            least_norm(now.dtype) ** 2, MASKED=chosen is not None, R=padded(r), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _balanced_kernel(
     x_ptr, chosen_ptr, out_ptr, weights_ptr, m, r, blocks, balance, smallest, least,
     MASKED: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
