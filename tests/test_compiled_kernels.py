@@ -26,9 +26,10 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter launches no
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The graphs that were traced; none is run."""
     graphs: list[Any] = []
-    device = torch.device("cuda", 0)
+    device, available = torch.device("cuda", 0), kernels.available
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setattr(kernels, "_has_room", lambda device: True)
+    monkeypatch.setattr(kernels, "available", lambda _: available(device))
     monkeypatch.setattr(
         kernels, "serve", lambda *x: x[0].dtype == torch.float32 and kernels.available(device)
     )

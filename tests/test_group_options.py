@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from rankfold import Grid, RiemannianSGD, orthonormalize_
+from rankfold.geometries import geometry_for
+from rankfold.groups import Rate, step_options
 
 from .heads import Heads
 
@@ -134,3 +137,17 @@ def test_a_misspelt_option_of_a_group() -> None:
             RiemannianSGD([{"grids": [grid], name: 0.5}], 0.1, geometry="fixed-quotient")
     kept = RiemannianSGD([{"grids": [grid], "max_momentum": 1}], 0.1, geometry="fixed-quotient")
     assert kept.param_groups[0]["max_momentum"] == 1
+
+
+@pytest.mark.parametrize("kind", [np.float32, torch.tensor])
+def test_numbers_of_any_kind_reach_a_step_as_floats(kind: Any) -> None:
+    """Kernels take a tensor for an address, and numbers of NumPy for nothing they know."""
+    told = {"norm_floor": kind(0.5), "growth": kind(0.5), "row_balance": kind(0.5)}
+    optimizer = RiemannianSGD(
+        Heads().grid(), 0.1, geometry="fixed-quotient", normalize="whitened", **told
+    )
+    (group,) = optimizer.param_groups
+    options = step_options(group, Rate(0.1), geometry_for("fixed-quotient", 1, 1), 1.0)
+    for name in told:
+        assert type(getattr(options, name)) is float
+        assert getattr(options, name) == 0.5

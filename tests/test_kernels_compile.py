@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ SHARED_MEMORY = 227 * 1024
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
-    torch.bool: "*i1",
+    torch.bool: "*u1",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -249,8 +250,8 @@ def test_launches_of_a_step(name: str, momentum: float, imagined: Imagined) -> N
     assert launches.count <= LAUNCHES[name, momentum]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
+def moves(dtype: torch.dtype) -> None:
+    """Launches of one side and of both, with a step on the way and without."""
     for blocks in (1, 4):
         entries = torch.zeros(blocks, 3, dtype=torch.int64)
         table = kernels.moving.Table(entries, dtype, 128, 64, True)
@@ -264,6 +265,11 @@ def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
             kernels.moving.gather(*moves)
             kernels.moving.scatter(*moves)
             kernels.moving.scatter(*moves, step=step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moving(dtype: torch.dtype, compiled: Compiled) -> None:
+    moves(dtype)
     assert compiled.names == {"_gather_kernel", "_scatter_kernel"}
 
 
@@ -279,7 +285,25 @@ def test_adamw_in_one_pass(size: int, compiled: Compiled, monkeypatch: pytest.Mo
     assert kernel.metadata.shared == 0  # numbers stay in the threads that loaded them
 
 
-def test_small_matrices(compiled: Compiled) -> None:
+def of_special_steps() -> None:
+    """Launches with masks of each kind and none, and of what is tilted, balanced or looks ahead."""
+    x, rows, number = torch.randn(4, 1, 64, 64), torch.randn(4, 1, 200, 64), torch.randn(4)
+    mask = number > 0
+    for chosen in (None, mask):
+        kernels.whiten.balanced(rows, 0.5, 2.0**-8, 1e-19, chosen)
+        kernels.whiten.of_square(x, x[..., 0, 0], x[..., 1, 1], chosen)
+        kernels.moves.step(rows, rows, number, chosen)
+    kernels.moves.steps(rows, rows, number, 0.9)
+    kernels.scalars.grown(number[:1].expand(4), number, 0.5, 0.5)
+    kernels.scalars.total(x[:, 0, 0], x[:, 0, 1])
+    kernels.quotient.product_square(x[:, 0], x[:, 0])
+    counts = torch.zeros(4, 4, dtype=torch.long)
+    for marks in ((None, None, None), (mask, torch.cat((mask, mask)), mask[:1].expand(4))):
+        kernels.scalars.count(counts, mask, marks)
+
+
+def of_small_matrices() -> None:
+    """Launches of what steps take inside of larger kernels, or where guesses fail."""
     x = torch.randn(3, 64, 64)
     kernels.refine.inverse(x, x)
     kernels.refine.root(x)
@@ -287,4 +311,31 @@ def test_small_matrices(compiled: Compiled) -> None:
         x, x, x, x, rank_core.rank_iterations(x.dtype), rank_core.left_to_move(x.dtype)
     )
     kernels.elimination.cholesky_inverse(x)
+
+
+def written() -> set[str]:
+    """The names of all kernels of the package."""
+    modules = (x for x in vars(kernels).values() if isinstance(x, ModuleType))
+    return {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, runtime.JITFunction)
+        and name.endswith("_kernel")
+        and value.fn.__module__ == module.__name__
+    }
+
+
+def test_every_kernel(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_special_steps()
+    of_small_matrices()
+    moves(torch.bfloat16)
+    for told in ({}, {"normalize": "whitened", "nesterov": True}):
+        steps(64, monkeypatch, **told)
+    steps(128, monkeypatch)
+    assert compiled.names >= written()
+
+
+def test_small_matrices(compiled: Compiled) -> None:
+    of_small_matrices()
     assert {"_inverse_kernel", "_root_kernel", "_best_rank_kernel"} <= compiled.names

@@ -263,16 +263,18 @@ def test_a_step_on_the_way(dtype: torch.dtype, mastered: bool, r: int) -> None:
 
 @in_kernels
 @pytest.mark.parametrize("blocks", [(3, 1), (2, 4)])
-def test_a_step_of_both_sides(blocks: tuple[int, int]) -> None:
-    """Of two members that have their own number of blocks on either side."""
+@pytest.mark.parametrize("m", [33, 1200])
+def test_a_step_of_both_sides(blocks: tuple[int, int], m: int) -> None:
+    """Of members with a number of blocks of their own on either side; one tile, and several."""
     generator = torch.Generator().manual_seed(0)
-    scale, alive = torch.tensor([0.5, 2.0]).to(DEVICE), torch.tensor([True, True]).to(DEVICE)
+    scale = torch.tensor([0.5, 2.0, -1.0]).to(DEVICE)
+    alive = torch.tensor([True, False, True]).to(DEVICE)
     moves, expected, found = [], [], []
     for count in blocks:
-        point, along = torch.randn(2, 2, count, 33, 5, generator=generator).to(DEVICE)
-        written = torch.zeros(2 * count, 33, 5, device=DEVICE)
+        point, along = torch.randn(2, 3, count, m, 5, generator=generator).to(DEVICE)
+        written = torch.zeros(3 * count, m, 5, device=DEVICE)
         entries = torch.tensor([[x.data_ptr(), *x.stride()] for x in written], device=DEVICE)
-        table = kernels.moving.Table(entries, torch.float32, 33, 5, False)
+        table = kernels.moving.Table(entries, torch.float32, m, 5, False)
         moves.append(kernels.moving.Move(table, point.flatten(0, 1), None, along.flatten(0, 1)))
         expected.append(kernels.moves.step(point, along, scale, alive).flatten(0, 1))
         found.append(written)

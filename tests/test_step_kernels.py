@@ -24,6 +24,7 @@ from .interpreted import (
     quiet,
     run_in_interpreter,
 )
+from .points import options
 
 pytest.importorskip("triton")
 
@@ -274,6 +275,30 @@ def test_turns_that_lie_transposed(blocks: int) -> None:
     assert all(map(torch.equal, found, straight))
     turned = t.double() @ turn.double().mT
     close(found[0], a.double().mT @ turned, 8)
+
+
+@in_kernels
+@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize("name", ["isometry-embedded", "isometry-quotient", "isometry-canonical"])
+def test_a_block_that_overflows_stops_its_member(
+    name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off the span of its columns, where no other block's overlaps see it."""
+    for served in ("serve", "serve_small"):
+        monkeypatch.setattr(kernels, served, lambda *x: x[0].dtype == torch.float32)
+    draw, r = Draw(13), 4
+    point = Pair(*(torch.linalg.qr(draw(MEMBERS, i, 12, r)).Q for i in (2, 3)))
+    grad = Pair(*(0.1 * draw(*x.shape) for x in point))
+    away = torch.eye(12, device=DEVICE)[0]
+    u = point.left[1, block]
+    away = away - u @ (u.mT @ away)
+    grad.left[1, block] = 0
+    grad.left[1, block, :, 0] = 1e25 * away
+    told = options("polar", 0.05, normalize="whitened")
+    outcome = geometry_for(name, 2, 3).step(point, grad, None, told)
+    assert outcome.alive.tolist() == [True, False, True]
+    assert torch.equal(outcome.point.left[1], point.left[1])
+    assert outcome.point.left.isfinite().all()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="has no kernels to interpret")

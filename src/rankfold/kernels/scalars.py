@@ -98,8 +98,7 @@ def _largest(norms_ptr, member, there, blocks, BLOCK: tl.constexpr):
     found = tl.zeros((BLOCK,), tl.float32)
     for k in range(blocks):
         norm = tl.load(norms_ptr + member * blocks + k, mask=there, other=0.0)
-        found = tl.where(norm <= found, found, norm)
-        found = tl.where(norm != norm, norm, found)
+        found = tl.where((norm > found) | (norm != norm), norm, found)  # and NaN stays NaN
     return found
 
 
