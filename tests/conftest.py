@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from rankfold import tall
+from rankfold import kernels, tall
+
+from .interpreted import CUDA, INTERPRETED
 
 # Test tensors are small: threads cost more than they bring, and two test processes run at once.
 torch.set_num_threads(1)
@@ -46,6 +48,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _multiplies(settings: dict[str, str]) -> bool:
     command = [sys.executable, "-c", _PRODUCT]
     return subprocess.run(command, env={**os.environ, **settings}, check=False).returncode == 0
+
+
+@pytest.fixture
+def kernels_imported() -> None:
+    """Triton's kernels, in processes that run them."""
+    if INTERPRETED or CUDA:
+        assert kernels._importable()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from rankfold.geometries.embedded import EmbeddedGeometry
 from .interpreted import (
     CUDA,
     DEVICE,
-    INTERPRETED,
     in_kernels,
     on_the_host,
     quiet,
@@ -33,18 +32,12 @@ EPS = torch.finfo(torch.float32).eps
 SHAPES = [(1, 40, 16), (2, 100, 20), (3, 7, 3), (1, 3, 1)]
 SHAPES += [(1, 512, 64), (8, 512, 64)] if CUDA else []
 LARGE = [(2, 300, 100), (1, 1000, 128)] if CUDA else []
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.usefixtures("kernels_imported")]
 
 
 @on_the_host
 def test_in_interpreter() -> None:
     run_in_interpreter(__file__)
-
-
-@pytest.fixture(autouse=True)
-def imported() -> None:
-    if INTERPRETED or CUDA:
-        assert kernels._importable()
 
 
 def randn(*shape: int, seed: int) -> Tensor:

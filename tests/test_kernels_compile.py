@@ -290,7 +290,7 @@ def of_special_steps() -> None:
     x, rows, number = torch.randn(4, 1, 64, 64), torch.randn(4, 1, 200, 64), torch.randn(4)
     mask = number > 0
     for chosen in (None, mask):
-        kernels.whiten.balanced(rows, 0.5, 2.0**-8, 1e-19, chosen)
+        kernels.whiten.balanced(rows, 0.5, 2.0**-8, chosen)
         kernels.whiten.of_square(x, x[..., 0, 0], x[..., 1, 1], chosen)
         kernels.moves.step(rows, rows, number, chosen)
     kernels.moves.steps(rows, rows, number, 0.9)

@@ -23,8 +23,9 @@ SIZES = [1.0, 0.0, 0.01, 0.0]  # of weights at first: those of 0 are the sum of 
 RATES = [1e-3, 2e-3, 1.5e-3, 1e-4, 3e-2, 1e-3]
 NUMBERS = ("exp_avg", "exp_avg_sq")
 # Roundings between one pass and the passes. On a GPU these are torch's fused kernel, which takes
-# 1 − 0.999 of float32 numbers, 108 roundings less than 0.001: measured on one as 107.7.
-APART = 128 if CUDA else 8
+# 1 − 0.999 of float32 numbers, 108 roundings less than 0.001.
+_TOO_SMALL = 1 - (1 - float(torch.tensor(0.999))) / 0.001
+APART = 8 + (_TOO_SMALL / EPS if CUDA else 0)
 
 
 @on_the_host

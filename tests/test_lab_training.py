@@ -17,7 +17,8 @@ from rankfold.lab.config import TrainingConfig
 from rankfold.lab.model import Decoder
 from rankfold.lab.optimizers import Riemannian, WideAdamW, build
 from rankfold.lab.sweep import run_sweep
-from rankfold.lab.training import Progress, Trainer, rate_factor, train
+from rankfold.lab.trainer import Trainer, rate_factor
+from rankfold.lab.training import Progress, train
 
 from .lab_runs import killed_at, run, same_weights, small, write_corpus
 

@@ -18,7 +18,6 @@ from rankfold.whitening import Manner
 from .interpreted import (
     CUDA,
     DEVICE,
-    INTERPRETED,
     in_kernels,
     on_the_host,
     quiet,
@@ -30,7 +29,7 @@ pytest.importorskip("triton")
 
 EPS = torch.finfo(torch.float32).eps
 MEMBERS = 3
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.usefixtures("kernels_imported")]
 
 ranks = pytest.mark.parametrize("r", [1, 3, 20, *([64] if CUDA else [])])
 every_rank = pytest.mark.parametrize("r", [1, 3, 20, *([64, 100, 128] if CUDA else [])])
@@ -39,12 +38,6 @@ every_rank = pytest.mark.parametrize("r", [1, 3, 20, *([64, 100, 128] if CUDA el
 @on_the_host
 def test_in_interpreter() -> None:
     run_in_interpreter(__file__)
-
-
-@pytest.fixture(autouse=True)
-def imported() -> None:
-    if INTERPRETED or CUDA:
-        assert kernels._importable()
 
 
 class Draw:
@@ -178,17 +171,15 @@ def test_cores_of_isometries_vectors(r: int) -> None:
 def test_carrying(r: int, framed: bool, deskew: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With everything it takes arbitrary, but for what makes sums cancel."""
     draw = Draw(6)
-    k, xx, yy, *rest = (draw(MEMBERS, r, r) / math.sqrt(r) for _ in range(11))
-    new, inner, inverses = NewCoefficients(*rest[:4]), (rest[4], rest[5]), (rest[6], rest[7])
+    k, xx, yy, *rest = (draw(MEMBERS, r, r) / math.sqrt(r) for _ in range(13))
+    new, inner, to = NewCoefficients(*rest[:4]), (rest[4], rest[5]), rest[6:]
     grams = sym(xx), sym(yy)
     tall_ones = [draw(MEMBERS, 30, r) for _ in range(4)]
 
     def coordinates(dtype: torch.dtype) -> TangentXKY:
         def side(own: int) -> Side:
             a, t = (x.to(dtype) for x in tall_ones[2 * own : 2 * own + 2])
-            to_u, to_x = (
-                x.to(dtype) if framed else None for x in (inverses[own], inverses[1 - own])
-            )
+            to_u, to_x = (x.to(dtype) if framed else None for x in to[2 * own : 2 * own + 2])
             return Side(a, t, to_u, to_x, inner[own].to(dtype), xx.to(dtype))
 
         numbers = (x.to(dtype) for x in (k, *grams, xx[:, 0, 0]))
@@ -215,15 +206,15 @@ def test_balanced_rows(r: int, chosen: list[bool] | None, blocks: int, m: int) -
     x[:, :, 0] = 0
     members = None if chosen is None else torch.tensor(chosen, device=DEVICE)
     manner = Manner(0.0, balance=0.5, members=members)
-    rows, weights = kernels.whiten.balanced(x, 0.5, 2.0**-8, 1e-19, members)
+    rows, weights = kernels.whiten.balanced(x, 0.5, 2.0**-8, members)
     wide, expected = whitening._balanced(x.double(), manner)
     torch.testing.assert_close(weights.double(), expected, rtol=8 * EPS, atol=0)
     torch.testing.assert_close(rows.double(), wide, rtol=8 * EPS, atol=0)
-    nothing, ones = kernels.whiten.balanced(torch.zeros_like(x), 0.5, 2.0**-8, 1e-19, None)
+    nothing, ones = kernels.whiten.balanced(torch.zeros_like(x), 0.5, 2.0**-8, None)
     assert not nothing.any()
     assert ones.isfinite().all()
     x[0, 0, 3, 0] = torch.nan
-    assert kernels.whiten.balanced(x, 0.5, 2.0**-8, 1e-19, None)[0][0, 0, 3].isnan().all()
+    assert kernels.whiten.balanced(x, 0.5, 2.0**-8, None)[0][0, 0, 3].isnan().all()
 
 
 @in_kernels
@@ -299,14 +290,3 @@ def test_a_block_that_overflows_stops_its_member(
     assert outcome.alive.tolist() == [True, False, True]
     assert torch.equal(outcome.point.left[1], point.left[1])
     assert outcome.point.left.isfinite().all()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="has no kernels to interpret")
-def test_both_with_what_is_shared() -> None:
-    """In two calls here, and in one in `test_together`."""
-    from rankfold.together import both
-
-    sides = Pair(torch.ones(2, 3, 3), torch.full((2, 3, 3), 2.0))
-    left, right = both(lambda x, s: tall.per_member(s, x) * x, sides, shared=(torch.arange(2.0),))
-    assert left[1, 0, 0] == 1
-    assert right[1, 0, 0] == 2

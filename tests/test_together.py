@@ -199,6 +199,27 @@ def test_steps(name: str, grid: tuple[int, int], how: str, monkeypatch: pytest.M
 
 
 @plain
+@pytest.mark.parametrize("joined", [True, False])
+def test_what_both_sides_share(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number a member, whether both sides go in one call or in two."""
+    calls, scale = [], torch.tensor([1.0, -2.0])
+    monkeypatch.setattr(together, "kernels", Served())
+    sides = lying((torch.ones(2, M, R), torch.full((2, M, R), 3.0)))
+    if not joined:
+        sides = Pair(*(x.clone() for x in sides))
+
+    def scaled(x: Tensor, number: Tensor) -> Tensor:
+        calls.append((len(x), len(number)))
+        return tall.per_member(number, x) * x
+
+    left, right = both(scaled, sides, shared=(scale,))
+    assert calls == ([(4, 2)] if joined else [(2, 2), (2, 2)])
+    for found, first in ((left, 1), (right, 3)):
+        assert found[0].unique().tolist() == [first]
+        assert found[1].unique().tolist() == [-2 * first]
+
+
+@plain
 @pytest.mark.skipif(CUDA, reason="counts what plain forms do, in float64")
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2)])

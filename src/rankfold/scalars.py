@@ -32,7 +32,7 @@ def grown(scale: Tensor, square: Tensor, share: float, power: float) -> Tensor:
 
 def total(left: Tensor, right: Tensor) -> Tensor:
     """The sums (batch,) of all numbers (batch, I) and (batch, J) that a member has."""
-    if kernels.serve_numbers(left[:, 0]):
+    if kernels.serve_numbers(left):
         return kernels.scalars.total(left, right)
     return left.sum(1) + right.sum(1)
 
@@ -43,7 +43,7 @@ def within(norms: Sequence[Tensor], largest: float) -> Tensor:
     What is bounded is the sum of the largest of either side.
     """
     left, right = norms
-    if kernels.serve_numbers(left[:, 0]):
+    if kernels.serve_numbers(left):
         return kernels.scalars.within(left, right, largest)
     return left.amax(1) + right.amax(1) <= largest
 
@@ -51,19 +51,22 @@ def within(norms: Sequence[Tensor], largest: float) -> Tensor:
 def count(counts: Tensor, alive: Tensor, marks: Sequence[Tensor | None]) -> None:
     """Add to ``counts`` (1 + marks, batch), integers, who is not ``alive``, then who is marked.
 
-    Masks are (batch,), marks perhaps those of both sides behind each other: see `either`. Of a
-    member that is not alive no mark counts.
+    Masks are (batch,), marks perhaps (2·batch,), those of both sides behind each other. Of a member
+    that is not alive no mark counts.
     """
     if kernels.available(counts.device):
         kernels.scalars.count(counts, alive, marks)
         return
     # In place: a recorded graph goes on counting.
-    counts[0].add_(~alive)
-    for row, mark in zip(counts[1:], marks, strict=True):
-        if mark is not None:
-            row.add_(either(mark, alive) & alive)
+    for row, members in zip(counts, happened(alive, marks), strict=True):
+        if members is not None:
+            row.add_(members)
 
 
-def either(mark: Tensor, like: Tensor) -> Tensor:
-    """A mark like ``like`` (batch,), from one (2·batch,) whose sides lie behind each other too."""
+def happened(alive: Tensor, marks: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Who was skipped, and who was not and is marked, each (batch,), None where nobody could be."""
+    return [~alive, *(None if x is None else _either(x, alive) & alive for x in marks)]
+
+
+def _either(mark: Tensor, like: Tensor) -> Tensor:
     return mark if len(mark) == len(like) else mark.view(2, -1).any(0)

@@ -234,8 +234,8 @@ def can_ask(x: Tensor) -> bool:
 
 def per_member(scale: Tensor, like: Tensor) -> Tensor:
     """(batch,) broadcast against ``like`` (batch, ...), or both sides of it behind each other."""
-    if len(scale) < len(like):
-        scale = scale.repeat(len(like) // len(scale))
+    if 2 * len(scale) == len(like):
+        scale = scale.repeat(2)
     return scale.reshape(-1, *([1] * (like.dim() - 1)))
 
 

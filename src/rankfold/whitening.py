@@ -183,9 +183,9 @@ def _lows(power: float) -> list[float]:
 
 def _balanced(x: Tensor, manner: Manner) -> tuple[Tensor, Tensor]:
     """Rows of ``x`` (batch, I, m, r) times weights (batch, I, m, 1), 1 for the largest row."""
-    least = linalg.least_norm(x.dtype)
     if kernels.serve(x):
-        return kernels.whiten.balanced(x, manner.balance, _SMALLEST_ROW, least, manner.members)
+        return kernels.whiten.balanced(x, manner.balance, _SMALLEST_ROW, manner.members)
+    least = linalg.least_norm(x.dtype)
     sizes: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     share = sizes / sizes.amax(-2, keepdim=True).clamp_min(least)
     weights = (share.square() + _SMALLEST_ROW**2) ** (-manner.balance / 2)

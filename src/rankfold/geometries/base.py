@@ -55,13 +55,8 @@ class Outcome:
     @property
     def events(self) -> dict[str, Tensor]:
         """To whom what happened, (batch,) booleans by name, of events that could happen."""
-        marked = zip(EVENTS[1:], self.marks, strict=True)
-        happened = {
-            name: scalars.either(mark, self.alive) & self.alive
-            for name, mark in marked
-            if mark is not None
-        }
-        return {"skipped": ~self.alive, **happened}
+        happened = zip(EVENTS, scalars.happened(self.alive, self.marks), strict=True)
+        return {name: members for name, members in happened if members is not None}
 
 
 class Begun(NamedTuple):

@@ -123,19 +123,9 @@ def _smoothing(given: _Given) -> Course:
         weight = nu * weight + (1 - nu)
     if direction is not coords:  # of length 1, whatever the length of the vector
         return Course(direction, given.sign * scale, tangent, False, running, None)
-    scale = scale if weight is None else scale / weight
-    if options.second_moment:
-        if momentum is not None:
-            coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
-        norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
-        scale = _divided(given.sign * scale, norm, options)
-    elif options.normalize is None:
-        scale = given.sign * scale
-    elif weight is None:
-        scale = _over_norm(given, coords)
-    else:
-        norm = _norm(geometry, frame, coords, options) / weight
-        scale = _divided(given.sign * scale, norm, options)
+    if options.second_moment and momentum is not None:
+        coords = geometry.coordinates(frame, geometry.gradient(frame, grad, repair))
+    scale, running = _normalized(given, coords, weight)
     return Course(direction, scale, tangent, not look_ahead, running, None)
 
 
@@ -164,7 +154,6 @@ def _added(options: StepOptions, old: Pair, scale: Tensor, new: Pair) -> tuple[P
 
     Both are one, but for a look ahead, where the same is done to it once more.
     """
-
     weight = options.momentum
     if not options.nesterov:
         kept = Pair(*both(partial(tall.step, weight=weight), old, new, shared=(scale,)))
@@ -178,46 +167,45 @@ def _heavy_ball(given: _Given) -> Course:
     geometry, frame, grad, momentum, running, options, scale = given
     assert momentum is not None  # option_checks.check_choices
     fresh = geometry.gradient(frame, grad, options.gradient_repair)
-    coords = found = None
-    if options.normalize is not None:
-        coords = geometry.coordinates(frame, fresh)
-        found = geometry.direction(frame, coords, options)
+    coords = None if options.normalize is None else geometry.coordinates(frame, fresh)
+    found = coords if coords is None else geometry.direction(frame, coords, options)
+    if coords is not None and found is coords:
+        scale, running = _normalized(given, coords, None)
+    else:
+        scale = given.sign * scale
     if found is not coords:
         pairs = zip(geometry.vector(frame, found), grad, strict=True)
         fresh = Pair(*(x.view_as(like) for x, like in pairs))
-    if coords is None or found is not coords:
-        scale = given.sign * scale
-    elif options.second_moment:
-        norm, running = _mean_norm(_norm(geometry, frame, coords, options), running, options)
-        scale = _divided(given.sign * scale, norm, options)
-    else:
-        scale = _over_norm(given, coords)
     step, ahead = _added(options, geometry.arrive(frame, momentum), scale, fresh)
     direction = geometry.coordinates(frame, ahead)
     return Course(direction, torch.ones_like(scale), step, ahead is step, running, None)
 
 
-def _over_norm(given: _Given, coords: Any) -> Tensor:
-    """The signed learning rate over the norm of a vector, (batch,)."""
-    geometry, frame, options, scale = given.geometry, given.frame, given.options, given.scale
-    if options.normalize == "spectral":
-        return _divided(given.sign * scale, _norm(geometry, frame, coords, options), options)
-    square = geometry.metric_square(frame, coords)
-    return scalars.over_root(square, _least(square, options), given.sign, scale)
+def _normalized(given: _Given, coords: Any, weight: Tensor | None) -> tuple[Tensor, Running | None]:
+    """The signed learning rate (batch,) over what a step is divided by, and what is remembered.
 
-
-def _norm(geometry: Geometry, frame: Any, coords: Any, options: StepOptions) -> Tensor:
-    norm = geometry.norm(frame, coords, options.normalize or "metric")
-    return linalg.overflown_is_nan(norm)
-
-
-def _divided(scale: float | Tensor, norm: Tensor, options: StepOptions) -> Tensor:
-    """A scale over a norm (batch,), but for norms too small to be told, or to count."""
-    quotient: Tensor = scale / norm.clamp_min(_least(norm, options))
-    return quotient
+    That is the norm of a vector, or the running mean of norms that it belongs to, or nothing.
+    ``weight`` (batch,) is what gradients count in the vector, if they do not count as one.
+    """
+    geometry, frame, options, running = given.geometry, given.frame, given.options, given.running
+    told = options.normalize
+    if not (weight is not None or options.second_moment or told in (None, "spectral")):
+        square = geometry.metric_square(frame, coords)
+        least = _least(square, options)
+        return scalars.over_root(square, least, given.sign, given.scale), running
+    scale = given.sign * (given.scale if weight is None else given.scale / weight)
+    if told is None and not options.second_moment:
+        return scale, running
+    norm = linalg.overflown_is_nan(geometry.norm(frame, coords, told or "metric"))
+    if options.second_moment:
+        norm, running = _mean_norm(norm, running, options)
+    elif weight is not None:
+        norm = norm / weight
+    return scale / norm.clamp_min(_least(norm, options)), running
 
 
 def _least(norm: Tensor, options: StepOptions) -> float:
+    """What norms are bounded by from below: smaller ones cannot be told, or do not count."""
     return max(options.norm_floor, linalg.least_norm(norm.dtype))
 
 

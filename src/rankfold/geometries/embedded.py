@@ -174,11 +174,9 @@ class EmbeddedGeometry(Geometry):
         """(M B', Mᵀ A'), less the symmetric part of its overlap with the new point if asked."""
         if kernels.serve_small(coords.k):
             left, right = coords.left, coords.right
-            inverses = None
-            if left.to_u is not None and right.to_u is not None:
-                inverses = left.to_u, right.to_u
+            to = [x for x in (left.to_u, right.to_u, left.to_x, right.to_x) if x is not None]
             inner, grams = (left.inner, right.inner), (coords.xx, coords.yy)
-            made = kernels.carrying.carry(coords.k, grams, new, inner, inverses, deskew)
+            made = kernels.carrying.carry(coords.k, grams, new, inner, to, deskew)
             return coords.combined((made[0], made[1]), (made[2], made[3]))
         xx_x = coords.xx @ new.x
         left_u = tall.add_product(coords.yy @ new.y, coords.k, new.v)

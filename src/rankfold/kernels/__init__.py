@@ -47,8 +47,8 @@ def serve(*tensors: Tensor) -> bool:
 
 
 def serve_numbers(*numbers: Tensor) -> bool:
-    """Whether kernels can take these numbers a member, (batch,)."""
-    return serve(*(x[:, None] for x in numbers))
+    """Whether kernels can take these numbers, a few a member, however many members there are."""
+    return serve(*(x[..., None] for x in numbers))
 
 
 @constant_when_compiled

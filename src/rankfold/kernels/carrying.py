@@ -5,6 +5,8 @@ What it computes is said in the plain form, `carry` in `geometries/embedded.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from .refine import launch, of_side, tile
 @triton.jit
 def _carry_kernel(
     k_ptr, xx_ptr, yy_ptr, u_ptr, v_ptr, x_ptr, y_ptr, inner_a_ptr, inner_b_ptr,
-    inverse_a_ptr, inverse_b_ptr, to_a_ptr, to_b_ptr, to_ta_ptr, to_tb_ptr, r,
+    to_u_ptr, to_v_ptr, to_x_ptr, to_y_ptr, to_a_ptr, to_b_ptr, to_ta_ptr, to_tb_ptr, r,
     DESKEW: tl.constexpr, FRAMED: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one side: M B' as U along + X beside, in terms of what U and X are combinations of."""
@@ -43,10 +45,10 @@ def _carry_kernel(
     inner = tl.load(of_side(inner_a_ptr, inner_b_ptr) + place, mask=inside, other=0.0)
     along -= dot(inner, beside, P)
     if FRAMED:
-        own = tl.load(of_side(inverse_a_ptr, inverse_b_ptr) + place, mask=inside, other=0.0)
-        along = dot(own, along, P)
-        other = tl.load(of_side(inverse_b_ptr, inverse_a_ptr) + place, mask=inside, other=0.0)
-        beside = dot(other, beside, P)
+        to = tl.load(of_side(to_u_ptr, to_v_ptr) + place, mask=inside, other=0.0)
+        along = dot(to, along, P)
+        to = tl.load(of_side(to_x_ptr, to_y_ptr) + place, mask=inside, other=0.0)
+        beside = dot(to, beside, P)
     tl.store(of_side(to_a_ptr, to_b_ptr) + place, along, mask=inside)
     tl.store(of_side(to_ta_ptr, to_tb_ptr) + place, beside, mask=inside)
 
@@ -56,19 +58,19 @@ def carry(
     grams: tuple[Tensor, Tensor],
     new: tuple[Tensor, ...],
     inner: tuple[Tensor, Tensor],
-    inverses: tuple[Tensor, Tensor] | None,
+    to: Sequence[Tensor],
     deskew: bool,
 ) -> Tensor:
     """What to multiply A, B, T_A, T_B by for a carried momentum, (4, batch, r, r).
 
-    ``new`` are u, v, x, y of the new factors, and ``grams`` XᵀX and YᵀY. Without ``inverses`` A and
-    B are orthonormal, and T_A and T_B are X and Y but for their ``inner`` parts; all (batch, r, r).
+    ``new`` are u, v, x, y of the new factors, ``grams`` XᵀX and YᵀY, ``inner`` and ``to`` those of
+    the sides: to_u of both and then to_x, or nothing where they are identities; all (batch, r, r).
     """
     given = [x.contiguous() for x in (k, *grams, *new, *inner)]
-    turns = (given[0],) * 2 if inverses is None else tuple(x.contiguous() for x in inverses)
+    turns = [x.contiguous() for x in to] or [given[0]] * 4
     made = torch.empty((4, *k.shape), dtype=k.dtype, device=k.device)
     r = k.shape[-1]
     _carry_kernel[(len(k), 2)](
-        *given, *turns, *made, r, DESKEW=deskew, FRAMED=inverses is not None, **launch(r)
+        *given, *turns, *made, r, DESKEW=deskew, FRAMED=len(to) > 0, **launch(r)
     )
     return made

@@ -241,7 +241,7 @@ def _balanced_kernel(
 
 
 def balanced(
-    x: Tensor, balance: float, smallest: float, least: float, chosen: Tensor | None
+    x: Tensor, balance: float, smallest: float, chosen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Rows of ``x`` (batch, I, m, r) times weights, and these (batch, I, m, 1).
 
@@ -254,7 +254,7 @@ def balanced(
     if x.numel():
         _balanced_kernel[(batch * blocks,)](
             x, x if chosen is None else chosen.contiguous(), out, weights, m, r, blocks,
-            balance, smallest, least, MASKED=chosen is not None, R=size, ROWS=8192 // size,
-            num_warps=8,
+            balance, smallest, least_norm(x.dtype),
+            MASKED=chosen is not None, R=size, ROWS=8192 // size, num_warps=8,
         )  # fmt: skip
     return out, weights
