@@ -81,7 +81,12 @@ def exponents(config: RunConfig) -> tuple[int, int, int]:
 
 
 def bowl(
-    best: dict[str, int], momentum: float = 0.95, gap: float = 0.05, vo: int = 0, o: int = 0
+    best: dict[str, int],
+    momentum: float = 0.95,
+    gap: float = 0.05,
+    vo: int = 0,
+    o: int = 0,
+    decay: int | None = None,
 ) -> LossOf:
     """A loss with its least value at these exponents, of value·output products ``vo`` higher.
 
@@ -93,8 +98,10 @@ def bowl(
         qk, values, outputs = (rate - best[name] for rate in exponents(config))
         noise = random.Random(f"{name}{seed}").gauss(0, 0.003)
         ours = gap if METHODS[name].kind == "ours" else 0.0
-        rates = qk**2 + (values - vo) ** 2 + (outputs - vo - o) ** 2
-        return 4 + rates + abs(told.momentum - momentum) + seed / 50 + noise - ours
+        away = 1.0 * qk**2 + (values - vo) ** 2 + (outputs - vo - o) ** 2
+        shrunk = told.product_decay * told.lr * config.training.steps
+        away += 0.1 * abs(shrunk - (0 if decay is None else 2**decay))
+        return 4 + away + abs(told.momentum - momentum) + seed / 50 + noise - ours
 
     return loss
 

@@ -85,7 +85,7 @@ def test_runs_of_versions_with_fewer_options_keep_their_keys() -> None:
                 ("adamw", "nesterov", True),
                 ("adamw", "retraction", "polar"),
                 ("muon", "momentum_form", "heavy-ball"),
-                ("muon", "product_decay", 0.5),
+                ("muon", "decay_to", 0.5),
                 ("muon", "dion_rank", 0.5),
                 ("dion", "tilt", 0.5),
                 ("frozen", "momentum", 0.5),

@@ -156,8 +156,12 @@ def test_longer_horizons_begin_at_the_shorter_ones_best(tmp_path: Path) -> None:
         ]
         tuning, finals = runs[: -held.seeds], runs[-held.seeds :]
         places = [math.log2(c.optimizer.lr) - CENTRES[name] for c in tuning]
-        assert places == [-1, 0, -2, -3, -2, -2, -2]
-        assert [c.optimizer.momentum for c in tuning] == [0.95] * 4 + [0.6, 0.8, 0.9]
+        assert places == [-1, 0, -2, -3] + [-2] * 8
+        assert [c.optimizer.vo_rate for c in tuning] == [1] * 4 + [0.5, 2] + [1] * 6
+        momenta = [0.95] * 6 + [0.6, 0.8, 0.9] + [0.95] * 3
+        assert [c.optimizer.momentum for c in tuning] == momenta
+        shrunk = [c.optimizer.product_decay * c.optimizer.lr * 400 for c in tuning]
+        assert shrunk == pytest.approx([0] * 9 + [1, 2, 4])
         assert {c.training.seed for c in tuning} == {100}
         assert {math.log2(c.optimizer.lr) - CENTRES[name] for c in finals} == {-2}
     steps = [c.training.steps for c in lab.made]
@@ -179,9 +183,40 @@ def test_longer_horizons_have_a_momentum_of_their_own(tmp_path: Path) -> None:
     assert [c.setting.momentum for c in chosen if c is not None] == [0.6, 0.9]
 
 
+def test_longer_horizons_have_a_rate_of_value_output_products_of_their_own(tmp_path: Path) -> None:
+    def loss(config: RunConfig) -> float:
+        return bowl(CENTRES, vo=3 if config.training.steps == 40 else 1)(config)
+
+    held = contest(steps=(40, 400), methods=("muon",))
+    run_contest(held, tmp_path, Lab(tmp_path, loss).make)
+    chosen = [held.tuning(c, METHODS["muon"], Losses(tmp_path))[1] for c in held.cells()]
+    rates = [(c.setting.v, c.setting.o) for c in chosen if c is not None]
+    assert rates == [(CENTRES["muon"] + k,) * 2 for k in (3, 1)]
+
+
+def test_longer_horizons_have_a_decay_but_for_isometries(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, bowl(CENTRES, decay=1))
+    names = "muon", "fixed-quotient", "adamw", "isometry-quotient"
+    held = contest(steps=(40, 400), methods=names)
+    run_contest(held, tmp_path, lab.make)
+    short, long = held.cells()
+    for name in names:
+        choices = (held.tuning(cell, METHODS[name], Losses(tmp_path))[1] for cell in (short, long))
+        decays = [c.setting.decay for c in choices if c is not None]
+        assert decays == [None, None if name == "isometry-quotient" else 1]
+    assert {c.optimizer.weight_decay for c in lab.made} == {0.0}
+    write_contest(held, tmp_path, tmp_path / "page")
+    assert "e^−2" in (tmp_path / "page/index.html").read_text("utf-8")
+    lines = (tmp_path / "page/tables/contest.csv").read_text("utf-8").splitlines()
+    place = lines[0].split(",").index("decay")
+    told = {tuple(line.split(",")[1:4:2]): line.split(",")[place] for line in lines[1:]}
+    assert {told["40", name] for name in names} == {""}
+    assert [told["400", name] for name in names] == ["2", "2", "2", ""]
+
+
 def test_an_end_of_the_short_tuning_is_remembered_at_longer_horizons(tmp_path: Path) -> None:
-    """No rate is tuned alone there: what value·output products want was not found."""
-    lab = Lab(tmp_path, bowl(CENTRES, vo=12))
+    """What one rate of value·output products wants is found there, and for one factor not."""
+    lab = Lab(tmp_path, bowl(CENTRES, o=-12))
     held = contest(steps=(40, 400), methods=("muon",))
     run_contest(held, tmp_path, lab.make)
     for cell in held.cells():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankfold.lab.corpus import DataConfig, prepare
+from rankfold.lab.corpus import SHUFFLES, DataConfig, prepare
 from rankfold.lab.loader import Loader, ValidationCycle
 from rankfold.lab.tokens import DataError, Tokens, scrambled
 
@@ -28,6 +28,10 @@ def store(lengths: list[int], seed: int = 0) -> Tokens:
     values = draw.integers(0, 256, sum(lengths)).astype(np.uint16)
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
     return Tokens(values, offsets, np.arange(len(lengths)))
+
+
+def by_sample(batch: int, context: int) -> DataConfig:
+    return DataConfig(batch=batch, context=context, shuffle="samples")
 
 
 def random_store(documents: int = 40, longest: int = 60) -> Tokens:
@@ -75,6 +79,18 @@ def plain_batches(tokens: Tokens, seed: int, batch: int, context: int) -> Iterat
         epoch += 1
 
 
+def plain_samples(tokens: Tokens, seed: int, epoch: int, batch: int, context: int) -> Any:
+    """All batches of one pass over shuffled samples."""
+    stream: list[int] = []
+    for document in plain_order(len(tokens), seed, epoch):
+        stream += [END, *tokens[document].tolist()]
+    samples = [stream[i : i + context] for i in range(0, len(stream) - context + 1, context)]
+    start = plain_mix((plain_mix((plain_mix(seed & BITS) + epoch) & BITS) + 1) & BITS)
+    keys = [plain_mix((start + i * 0x9E3779B97F4A7C15) & BITS) for i in range(len(samples))]
+    mixed = [samples[i] for i in sorted(range(len(samples)), key=lambda i: keys[i])]
+    return [mixed[i : i + batch] for i in range(0, len(mixed) - batch + 1, batch)]
+
+
 # -- batches
 
 
@@ -100,6 +116,32 @@ def test_batches_are_those_of_the_plain_loop(seed: int, batch: int, context: int
         assert loader.state_dict() == state
         if state["epoch"] == 4:
             break
+
+
+@pytest.mark.parametrize("seed", [0, 12345])
+@pytest.mark.parametrize(("batch", "context"), [(1, 2), (2, 16), (3, 50), (4, 100)])
+def test_shuffled_samples_are_those_of_the_plain_loop(seed: int, batch: int, context: int) -> None:
+    tokens = random_store()
+    loader = Loader(tokens, by_sample(batch, context), END, seed)
+    for epoch in range(4):
+        for number, samples in enumerate(plain_samples(tokens, seed, epoch, batch, context), 1):
+            got = loader.next()
+            assert got.dtype == np.int64
+            assert got.tolist() == samples
+            assert loader.state_dict() == {"epoch": epoch, "position": number * batch}
+
+
+def test_a_pass_over_samples_has_every_number_once() -> None:
+    # Documents of different numbers, one of them none, and as many as fill the batches.
+    lengths = [7, 0, 29, 1, 13]
+    offsets = np.cumsum([0, *lengths])
+    tokens = Tokens(np.arange(50, dtype=np.uint16) + END + 1, offsets, np.arange(5))
+    loader = Loader(tokens, by_sample(batch=1, context=11), END, seed=0)
+    passes = [np.concatenate([loader.next().ravel() for _ in range(5)]) for _ in range(20)]
+    for seen in passes:
+        assert sorted(seen.tolist()) == [END] * 5 + list(range(END + 1, END + 51))
+    assert loader.state_dict()["epoch"] == 19
+    assert len({tuple(seen.tolist()) for seen in passes}) == 20
 
 
 def test_a_batch_by_hand() -> None:
@@ -132,8 +174,9 @@ def test_seeds_give_different_orders() -> None:
     assert not np.array_equal(first, second)
 
 
-def test_continuing_from_any_state() -> None:
-    tokens, config = random_store(), DataConfig(batch=3, context=50)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_continuing_from_any_state(shuffle: str) -> None:
+    tokens, config = random_store(), DataConfig(batch=3, context=50, shuffle=shuffle)
     loader = Loader(tokens, config, END, seed=7)
     states, batches = [], []
     for _ in range(40):
@@ -154,6 +197,13 @@ def test_a_state_of_another_corpus(state: tuple[int, int]) -> None:
     loader = Loader(random_store(), DataConfig(batch=2, context=16), END, seed=0)
     with pytest.raises(DataError, match="is of another corpus: this one has 40 training documents"):
         loader.load_state_dict({"epoch": state[0], "position": state[1]})
+
+
+def test_a_state_of_another_corpus_of_samples() -> None:
+    loader = Loader(store([99]), by_sample(batch=2, context=16), END, seed=0)
+    loader.load_state_dict({"epoch": 3, "position": 6})
+    with pytest.raises(DataError, match="is of another corpus: this one has 6 training samples"):
+        loader.load_state_dict({"epoch": 0, "position": 7})
 
 
 def test_validation_is_one_plain_pass_in_order() -> None:
@@ -185,6 +235,18 @@ def test_a_long_text_of_few_documents_warns(documents: int, words: str) -> None:
     config, tokens = DataConfig(batch=2, context=4), store([1000] * documents)
     with pytest.warns(UserWarning, match=f"at most 0.8% of these .* {words};"):
         Loader(tokens, config, END, seed=0)
+
+
+def test_nothing_is_lost_of_a_long_text_by_samples() -> None:
+    loader = Loader(store([1000]), by_sample(batch=2, context=4), END, seed=0)
+    first = {tuple(loader.next().ravel().tolist()) for _ in range(125)}
+    assert loader.state_dict() == {"epoch": 0, "position": 250}
+    assert len(first) == 125
+
+
+def test_what_can_be_shuffled() -> None:
+    with pytest.raises(DataError, match="shuffle is one of documents, samples, not 'tokens'"):
+        DataConfig(shuffle="tokens")
 
 
 @pytest.mark.parametrize("lengths", [[70], [1000] * 32, [0] * 20])

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import rankfold
 from rankfold.checks import orthonormality_defect
 from rankfold.geometries import GEOMETRIES
-from rankfold.lab.model import MODEL_PRESETS, Decoder, ModelConfig, rotate
+from rankfold.lab.model import MODEL_PRESETS, Decoder, ModelConfig, aligned_logits, rotate
 
 from .gauge import members_read, move_along_gauge
 
@@ -305,3 +306,20 @@ def test_nothing_to_predict_is_refused() -> None:
         Decoder(TINY, 0)
     with pytest.raises(ValueError, match="2 or more tokens"):
         decoder(TINY)(some_tokens(length=1))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 50, 64, 65])
+def test_wider_logits_predict_the_same(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(3, 12, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, generator=generator, dtype=torch.float64)
+    weight.requires_grad_()
+    targets = torch.randint(vocabulary, (36,), generator=generator)
+
+    def gradients(logits: Tensor) -> tuple[Tensor, ...]:
+        loss = F.cross_entropy(logits.flatten(0, 1), targets)
+        return (loss, *torch.autograd.grad(loss, (x, weight)))
+
+    wider = aligned_logits(x, weight)
+    assert wider.shape == (3, 12, 128 if vocabulary == 65 else 64)
+    torch.testing.assert_close(gradients(wider), gradients(x @ weight.T), rtol=1e-12, atol=1e-14)

@@ -114,3 +114,46 @@ def test_output_weights_have_a_rate_of_their_own(name: str, model: str) -> None:
         assert x in "qk" or (seen["o"][x] - seen[unlike][x]).norm() > 1e-3
     alone = replace(config, vo_rate=1.0)  # which sets them apart all the same
     assert [share for _, share in by_rate(decoder.grids(), alone)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-gqa"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "muon", "whitened", "dion", "fixed-quotient", "fixed-embedded"]
+)
+@pytest.mark.parametrize("output_rate", [0.5, 1.0, 2.0])
+def test_a_decay_shrinks_all_products_alike_and_nothing_else(
+    name: str, model: str, output_rate: float
+) -> None:
+    config = OptimizerConfig(
+        name=name,
+        lr=2.0**-3,
+        vo_rate=2.0,
+        output_rate=output_rate,
+        weight_decay=0.0,
+        product_decay=0.25,
+        normalize="whitened" if name in GEOMETRIES else "metric",
+    )
+    decoder = Decoder(MODEL_PRESETS[model], 50, seed=2)
+    before = {k: p.detach().clone() for k, p in decoder.named_parameters()}
+    stepper, others = build(decoder, config)
+    assert stepper is not None
+    for p in decoder.parameters():
+        p.grad = torch.zeros_like(p)
+    stepper.step()
+    others.step()
+    after = dict(decoder.named_parameters())
+    for layer in ("layers.0.attention", "layers.1.attention"):
+        # Where factors go by themselves, each by half, so that the product has both halves.
+        for pair, shrink in (("qk", 2.0**-5), ("ov", 2.0**-4 * max(1, output_rate))):
+            left = 1 - shrink if name in GEOMETRIES else (1 - shrink / 2) ** 2
+            names = [f"{layer}.{x}.weight" for x in pair]
+            was, now = (_norms(*(of[k] for k in names)) for of in (before, after))
+            torch.testing.assert_close(now, left * was, rtol=1e-5, atol=0)
+    others_after = {k: p for k, p in after.items() if "attention." not in k}
+    for k, p in others_after.items():
+        torch.testing.assert_close(p, before[k], rtol=0, atol=0)
+
+
+def _norms(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product of the factors' norms, which shrinks as all products of their heads do."""
+    return left.detach().norm() * right.detach().norm()

@@ -52,18 +52,18 @@ class OptimizerConfig:
     `lab/muon.py`), "dion" (`lab/dion.py`), "frozen" (they stay as they began), a geometry, or
     "recommended", whose options are those of `rankfold.recommended`.
     ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
-    own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``dion_rank`` the share of a
-    head's rank that Dion's updates have. ``lr`` is that of query·key products; value·output ones go
-    by ``vo_rate`` times it, and of these the output weights by ``output_rate`` times that, which
-    with a geometry wants "whitened" steps. For geometries: ``momentum_form``, ``nesterov``,
-    ``bias_correction``, ``second_moment``, ``growth``, ``normalize`` ("metric", "spectral", "none",
-    "whitened" or "schatten-p"), for whitened steps (and for "muon" and "whitened") ``tilt`` and
-    ``row_balance``, which with ``tilted_products`` "vo" are of value·output products alone,
-    ``retraction``, empty for the geometry's own, ``product_decay`` and ``decay_to``, the weight
-    decay of products, and ``scale_lr``, if not 0, the rate of a learned scale of isometries at the
-    full ``lr``.
-    ``masters`` keeps float32 copies of bfloat16 weights between steps; without, every step is
-    rounded.
+    own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``product_decay`` that of these
+    weights alone, by which a product shrinks: factors that go by themselves have half of it each.
+    ``dion_rank`` is the share of a head's rank that Dion's updates have. ``lr`` is that of
+    query·key products; value·output ones go by ``vo_rate`` times it, and of these the output
+    weights by ``output_rate`` times that, which with a geometry wants "whitened" steps. For
+    geometries: ``momentum_form``, ``nesterov``, ``bias_correction``, ``second_moment``, ``growth``,
+    ``normalize`` ("metric", "spectral", "none", "whitened" or "schatten-p"), for whitened steps
+    (and for "muon" and "whitened") ``tilt`` and ``row_balance``, which with ``tilted_products``
+    "vo" are of value·output products alone, ``retraction``, empty for the geometry's own,
+    ``decay_to``, where their decay leads, and ``scale_lr``, if not 0, the rate of a learned scale
+    of isometries at the full ``lr``.
+    ``masters`` keeps float32 copies of bfloat16 weights; without, every step is rounded.
     """
 
     name: str = "adamw"
@@ -323,12 +323,13 @@ _DEFAULT_OPTIMIZER = dataclasses.asdict(OptimizerConfig())
 _COMMON = {"name", "other_lr", "weight_decay", "masters"}
 _RATES = {"lr", "momentum", "vo_rate", "output_rate"}
 _OF_GEOMETRIES = _DEFAULT_OPTIMIZER.keys() - {"dion_rank"}
-_OF_MUON = _COMMON | _RATES | {"tilt", "row_balance", "norm_floor"}
+_OF_RIVALS = _COMMON | _RATES | {"product_decay"}
+_OF_MUON = _OF_RIVALS | {"tilt", "row_balance", "norm_floor"}
 OPTIONS_OF: dict[str, Set[str]] = {
-    "adamw": _COMMON | _RATES,
+    "adamw": _OF_RIVALS,
     "muon": _OF_MUON,
     "whitened": _OF_MUON,
-    "dion": _COMMON | _RATES | {"dion_rank"},
+    "dion": _OF_RIVALS | {"dion_rank"},
     "frozen": _COMMON,
     **dict.fromkeys(GEOMETRIES, _OF_GEOMETRIES),
     RECOMMENDED_NAME: _OF_GEOMETRIES - CHOSEN.keys(),

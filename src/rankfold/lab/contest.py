@@ -9,7 +9,8 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
    of value weights. Where the best rate is the first or the last of its line, the line grows by one
    rate at that end, until it is neither or has grown four times.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
-   rule; then the momentum. All else stays.
+   rule; likewise the rate of value·output products; then the momentum, and weight decay, but for
+   isometries, which have none. All else stays.
 3. The best setting is run on the seeds from 0 on, or from another that was chosen beforehand.
 
 What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on
@@ -25,11 +26,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..geometries import GEOMETRIES, is_isometry
 from . import records
 from .config import RunConfig, preset
 from .statistics import final_loss
 from .sweep import Outcome
-from .tuning import LINES, LONGER_LINES, PRODUCT_LINES, Line, Setting, grown
+from .tuning import (
+    ISOMETRY_LONGER_LINES,
+    LINES,
+    LONGER_LINES,
+    PRODUCT_LINES,
+    Line,
+    Setting,
+    grown,
+)
 
 TUNING_SEED = 100
 _MOMENTUM = 0.9  # until it is tuned
@@ -37,7 +47,7 @@ _MOMENTUM = 0.9  # until it is tuned
 
 @dataclass(frozen=True)
 class Method:
-    """An entry of the contest: learning rates and a momentum are all that is tuned.
+    """An entry of the contest: learning rates, momentum and decay are all that is tuned.
 
     ``kind`` is "adamw", "muon" (what is to be beaten), "pair" (Muon with a part of what ours have,
     beside them), "ours" or "reference" (ours, but no candidate). ``centres`` are powers of two, by
@@ -56,6 +66,13 @@ class Method:
         A metric step has one length for both factors of a product, so that they have one rate.
         """
         return PRODUCT_LINES if self.options.get("optimizer.normalize") == "metric" else LINES
+
+    @property
+    def longer_lines(self) -> tuple[Line, ...]:
+        """What is tuned at longer horizons."""
+        name = self.options["optimizer.name"]
+        isometry = name in GEOMETRIES and is_isometry(name)
+        return ISOMETRY_LONGER_LINES if isometry else LONGER_LINES
 
 
 def _rival(name: str, kind: str, paper: int, tiny: int) -> Method:
@@ -251,7 +268,7 @@ class Contest:
                 if name not in known:
                     raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
         decided = {"training.steps", "training.annealing", "training.seed"}
-        decided |= Setting(0, 0, 0, 0.0).options.keys() | MODELS["rope"][1].keys()
+        decided |= Setting(0, 0, 0, 0.0).options(1).keys() | MODELS["rope"][1].keys()
         decided |= {name for method in METHODS.values() for name in method.options}
         for name in sorted(decided & self.extra.keys()):
             raise ValueError(f"{name} is the contest's to choose, and cannot be set")
@@ -296,7 +313,8 @@ class Contest:
         """One run."""
         asked = (cell, method.name, setting, seed)
         if asked not in self._made:
-            options = {**method.options, **setting.options, "training.seed": seed}
+            tuned = setting.options(cell.steps)
+            options = {**method.options, **tuned, "training.seed": seed}
             self._made[asked] = self._base(cell).with_options(options)
         return self._made[asked]
 
@@ -313,7 +331,7 @@ class Contest:
             if chosen is None or math.isinf(chosen.loss):
                 return runs, chosen
             wanted = {run.key: run for run in runs}
-            choice, lines = chosen, LONGER_LINES
+            choice, lines = chosen, method.longer_lines
         for line in lines:
             best = choice.setting
 

@@ -20,14 +20,15 @@ from .figures import Drawn, rate, write_figures
 from .report import Findings, fixed, p_value, signed, write_report
 from .statistics import Paired
 from .tables import write_csv
-from .tuning import MOMENTA, MOST_GROWTH
+from .tuning import DECAYS, MOMENTA, MOST_GROWTH
 
 _TIMED_RUNS = 8
 _CHOICE = (
     "Settings were tuned on another seed, and each method has one. Intervals and p-values do not "
     "account for the number of comparisons."
 )
-_COLUMNS = ["method", "lr of QK", "of V", "of O", "momentum", "tried", "loss", "std", "seeds"]
+_COLUMNS = ["method", "lr of QK", "of V", "of O", "momentum", "decay", "tried"]
+_COLUMNS += ["loss", "std", "seeds"]
 _COLUMNS += ["− best Muon", "p", "− AdamW", "p", "− pair", "p"]
 _COLOURS = {"adamw": "#000000", "muon": "#7a4a21", "pair": "#c47f3a"}
 _COLOURS |= {"ours": "#0000ff", "reference": "#8c8c8c"}
@@ -85,12 +86,15 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         "and once more that of value·output products; and, but for metric steps, that of output "
         "weights alone and that of value weights. Where the best rate is at the end of its "
         f"line, the line grows there, by {MOST_GROWTH} rates at most. That was at "
-        f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate and "
-        f"then the momentum were tuned. Centres: {', '.join(centres)}. “Tried” counts the runs of "
+        f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate, "
+        "that of value·output products, the momentum and then weight decay, of factors alone and "
+        "none for isometries: e^−1 is one by which query·key products would shrink to that in a "
+        f"run at the full rate. Centres: {', '.join(centres)}. “Tried” counts the runs of "
         "a tuning, those of the shortest horizon among them; all are on the page "
         "tuning/index.html.",
         "Rates marked * come from a tuning in which the best of a line was its last, so better "
-        "ones may lie beyond; a momentum marked * is the first or the last of those tried.",
+        "ones may lie beyond; a momentum marked * is the first or the last of those tried, and a "
+        "decay the last.",
         f"The losses below are of fresh seeds from {contest.first_seed} on. p-values of the tables "
         "are of two-sided paired t tests as they are; that of a verdict is multiplied by the "
         "number of our candidates, as the best of them is picked on the same seeds. Its interval "
@@ -123,12 +127,13 @@ def _ranked(result: Result) -> list[Entry]:
 
 
 def _line(result: Result, entry: Entry) -> list[str]:
-    tuned = ["–"] * 4
+    tuned = ["–"] * 5
     if entry.choice is not None:
         setting, mark = entry.choice.setting, "" if entry.choice.interior else "*"
         tuned = [rate(2.0**k) + mark for k in (setting.qk, setting.v, setting.o)]
         end = setting.momentum in (MOMENTA[0], MOMENTA[-1])
         tuned.append(f"{setting.momentum:g}" + ("*" if end else ""))
+        tuned.append(_decay(setting.decay) + ("*" if setting.decay == DECAYS[-1] else ""))
     seeds = (
         f"{len(entry.losses)}"
         if len(entry.losses) == result.planned
@@ -141,9 +146,15 @@ def _line(result: Result, entry: Entry) -> list[str]:
     return [entry.method.name, *tuned, str(entry.tried), *numbers]
 
 
+def _decay(decay: int | None) -> str:
+    """By what query·key products would shrink in a run at the full rate."""
+    return "none" if decay is None else f"e^−{2**decay}"
+
+
 def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
     yield [
-        *("model", "steps", "annealing", "method", "kind", "lr_qk", "lr_v", "lr_o", "momentum"),
+        *("model", "steps", "annealing", "method", "kind", "lr_qk", "lr_v", "lr_o"),
+        *("momentum", "decay"),
         *("interior", "tuning_loss", "tuning_runs", "seeds", "diverged", "loss", "std"),
         *(
             f"{what}_{n}"
@@ -156,11 +167,12 @@ def _csv_lines(found: Sequence[Result]) -> Iterator[list[Any]]:
         cell, rival = result.cell, result.rival
         for entry in _ranked(result):
             chosen = entry.choice
-            tuned: list[Any] = [""] * 6
+            tuned: list[Any] = [""] * 7
             if chosen is not None:
-                *rates, momentum = chosen.setting
+                *rates, momentum, decay = chosen.setting
                 tuned = [2.0**k for k in rates]
-                tuned += [momentum, int(chosen.interior), chosen.loss]
+                tuned += [momentum, "" if decay is None else 2**decay]
+                tuned += [int(chosen.interior), chosen.loss]
             numbers = [entry.loss, entry.spread]
             for other in result.measures:
                 test = entry.against(other)

@@ -27,8 +27,9 @@ from .tokens import (
     stored,
 )
 
-__all__ = ["Corpus", "DataConfig", "DataError", "Progress", "Tokens", "prepare"]
+__all__ = ["SHUFFLES", "Corpus", "DataConfig", "DataError", "Progress", "Tokens", "prepare"]
 
+SHUFFLES = ("documents", "samples")
 _FINEWEB = "hf:HuggingFaceFW/fineweb:sample-10BT"
 _STREAMED_DOCUMENTS = 100_000
 _PYTHON_PACKAGES = (
@@ -46,7 +47,8 @@ class DataConfig:
     ``source`` and ``validation`` are ``"python"`` (the standard library's own text), a file or
     folder, ``"hf:NAME"`` or ``"hf:NAME:CONFIG"``, or ``"fineweb"``. Without ``validation`` a fixed
     ``validation_share`` of the source's documents is set apart. ``documents`` bounds how many are
-    read of each source; 0 means all of a local one and 100,000 of a stream.
+    read of each source; 0 means all of a local one and 100,000 of a stream. ``shuffle`` is what
+    of a pass over the text comes in random order, "documents" or "samples" (`lab/loader.py`).
     """
 
     source: str = "python"
@@ -57,6 +59,7 @@ class DataConfig:
     context: int = 512
     batch: int = 8
     documents: int = 0
+    shuffle: str = "documents"
 
     def __post_init__(self) -> None:
         for name, least in (("context", 2), ("batch", 1), ("documents", 0)):
@@ -64,6 +67,8 @@ class DataConfig:
                 raise DataError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.validation_share < 1:
             raise DataError(f"validation_share must be in (0, 1), got {self.validation_share}")
+        if self.shuffle not in SHUFFLES:
+            raise DataError(f"shuffle is one of {', '.join(SHUFFLES)}, not {self.shuffle!r}")
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Batches of samples from tokenized documents, packed as in the paper.
+"""Batches of samples from tokenized documents.
 
-Documents come in some order, each with end-of-text before it, and are cut into samples of
-``context`` tokens that cross from document to document. Once ``batch`` samples are complete, what
-is left of the last document is dropped, so a batch always starts with a fresh document and the
-number of documents used so far is the whole state.
+Documents come in some order, each with end-of-text before it, as one stream of tokens, which is cut
+into samples of ``context`` tokens that cross from document to document. ``data.shuffle`` says what
+of a pass over the text comes in random order:
+
+- "documents", as in the paper. Once ``batch`` samples in a row are complete, what is left of the
+  last document is dropped, so a batch always starts with a fresh document.
+- "samples": those of the whole stream too, so that a batch has parts of many documents, and nothing
+  is dropped but what fills no batch at the end.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,50 +31,48 @@ class Loader:
 
     def __init__(self, tokens: Tokens, config: DataConfig, end_of_text: int, seed: int) -> None:
         _check_enough(tokens, config, "training")
-        _check_use(tokens, config)
+        if config.shuffle == "documents":
+            _check_use(tokens, config)
         self._tokens = tokens
         self._config = config
         self._end_of_text = end_of_text
         self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order, self._ends = self._shuffled()
+        self._epoch = self._position = 0
+        self._go_to(epoch=0, position=0)
 
     def next(self) -> NDArray[np.int64]:
         """The next batch, ``(batch, context)``; a batch an epoch cannot complete is dropped."""
-        size = self._config.batch * self._config.context
-        stop = _stop(self._ends, self._position, size)
-        if stop is None:
+        taken = self._pass.take(self._position)
+        if taken is None:
             self._go_to(self._epoch + 1, position=0)
             return self.next()
-        documents = self._order[self._position : stop]
-        self._position = stop
-        return _packed(self._tokens, documents, self._config, self._end_of_text)
+        batch, self._position = taken
+        return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and how many documents of its order are used: enough to continue exactly."""
+        """The epoch and how much of its order is used: enough to continue exactly."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue where a loader of the same corpus, batch shape and seed left off."""
         epoch, position = state["epoch"], state["position"]
-        if epoch < 0 or not 0 <= position <= len(self._tokens):
+        # As many in every epoch.
+        if epoch < 0 or not 0 <= position <= self._pass.count:
             raise DataError(
                 f"the loader's state (epoch {epoch}, position {position}) is of another corpus: "
-                f"this one has {len(self._tokens)} training documents"
+                f"this one has {self._pass.count} training {self._config.shuffle}"
             )
         self._go_to(epoch, position)
 
     def _go_to(self, epoch: int, position: int) -> None:
-        self._epoch = epoch
-        self._position = position
-        self._order, self._ends = self._shuffled()
-
-    def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Documents in this epoch's order, and tokens up to the end of each."""
-        keys = scrambled(len(self._tokens), self._seed, self._epoch)
-        order = np.argsort(keys, kind="stable")
-        return order, np.cumsum(self._tokens.lengths[order] + 1)
+        order = _shuffled(len(self._tokens), self._seed, epoch)
+        stream = _Stream(self._tokens, order, self._end_of_text)
+        self._pass: _Documents | _Samples
+        if self._config.shuffle == "documents":
+            self._pass = _Documents(stream, self._config)
+        else:
+            self._pass = _Samples(stream, self._config, self._seed, epoch)
+        self._epoch, self._position = epoch, position
 
 
 class ValidationCycle:
@@ -79,19 +80,103 @@ class ValidationCycle:
 
     def __init__(self, tokens: Tokens, config: DataConfig, end_of_text: int) -> None:
         _check_enough(tokens, config, "validation")
-        self._tokens = tokens
-        self._config = config
-        self._end_of_text = end_of_text
-        self._bounds = _bounds(tokens, config.batch * config.context)
+        stream = _Stream(tokens, np.arange(len(tokens)), end_of_text)
+        self._pass = _Documents(stream, config)
+        self._starts = self._pass.starts()
 
     def __len__(self) -> int:
-        return len(self._bounds) - 1
+        return len(self._starts)
 
     def batch(self, number: int) -> NDArray[np.int64]:
         """Batch ``number`` modulo how many there are, ``(batch, context)``."""
-        place = number % len(self)
-        documents = np.arange(self._bounds[place], self._bounds[place + 1])
-        return _packed(self._tokens, documents, self._config, self._end_of_text)
+        taken = self._pass.take(self._starts[number % len(self)])
+        assert taken is not None
+        return taken[0]
+
+
+class _Stream:
+    """Documents in an order, end-of-text before each, as one sequence of tokens."""
+
+    def __init__(self, tokens: Tokens, order: NDArray[np.int64], end_of_text: int) -> None:
+        self._tokens, self._order, self._end_of_text = tokens, order, end_of_text
+        self.ends = np.cumsum(tokens.lengths[order] + 1)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def start(self, document: int) -> int:
+        """Where a document of the order begins, with its end-of-text."""
+        return int(self.ends[document - 1]) if document else 0
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """``count`` tokens, of which the first is number ``start``."""
+        read = np.empty(count, np.int64)
+        document = int(np.searchsorted(self.ends, start, side="right"))
+        skipped, filled = start - self.start(document), 0
+        while filled < count:
+            if not skipped:
+                read[filled] = self._end_of_text
+                filled, skipped = filled + 1, 1
+            text = self._tokens[int(self._order[document])][skipped - 1 :][: count - filled]
+            read[filled : filled + len(text)] = text
+            document, skipped, filled = document + 1, 0, filled + len(text)
+        return read
+
+
+class _Documents:
+    """A pass whose batches begin with fresh documents; a position is how many are used."""
+
+    def __init__(self, stream: _Stream, config: DataConfig) -> None:
+        self._stream = stream
+        self._shape = config.batch, config.context
+        self._size = config.batch * config.context
+        self.count = len(stream.ends)
+
+    def take(self, position: int) -> tuple[NDArray[np.int64], int] | None:
+        """The batch there and the position behind it, if the pass has one."""
+        after = self._after(position)
+        if after is None:
+            return None
+        batch = self._stream.read(self._stream.start(position), self._size)
+        return batch.reshape(self._shape), after
+
+    def starts(self) -> list[int]:
+        """The positions of all batches."""
+        found, position = [], 0
+        while (after := self._after(position)) is not None:
+            found.append(position)
+            position = after
+        return found
+
+    def _after(self, position: int) -> int | None:
+        """One past the document that completes a batch."""
+        stop = self._stream.start(position) + self._size
+        last = int(np.searchsorted(self._stream.ends, stop))
+        return last + 1 if last < self.count else None
+
+
+class _Samples:
+    """A pass over all samples of a stream in random order; a position is how many are used."""
+
+    def __init__(self, stream: _Stream, config: DataConfig, seed: int, epoch: int) -> None:
+        self._stream = stream
+        self._batch, self._context = config.batch, config.context
+        self.count = len(stream) // config.context
+        # One more number than documents are shuffled by, for an order of its own.
+        self._order = _shuffled(self.count, seed, epoch, 1)
+
+    def take(self, position: int) -> tuple[NDArray[np.int64], int] | None:
+        """The batch there and the position behind it, if the pass has one."""
+        after = position + self._batch
+        if after > self.count:
+            return None
+        chosen = self._order[position:after]
+        samples = [self._stream.read(int(i) * self._context, self._context) for i in chosen]
+        return np.stack(samples), after
+
+
+def _shuffled(count: int, *salts: int) -> NDArray[np.int64]:
+    return np.argsort(scrambled(count, *salts), kind="stable")
 
 
 def _check_enough(tokens: Tokens, config: DataConfig, which: str) -> None:
@@ -112,37 +197,7 @@ def _check_use(tokens: Tokens, config: DataConfig) -> None:
         there_are = "there is but 1 document" if one else f"there are but {len(tokens)} documents"
         warnings.warn(
             f"training sees at most {share:.1%} of these {have:,} tokens, nearly the same in every "
-            f"pass: a batch begins with a new document, and {there_are}; part the text into more, "
-            "in a text file by NUL bytes",
+            f"pass: a batch begins with a new document, and {there_are}; set data.shuffle to "
+            "samples, or part the text into more, in a text file by NUL bytes",
             stacklevel=3,
         )
-
-
-def _bounds(tokens: Tokens, size: int) -> list[int]:
-    """Where batches start in the stored order, and where the last one stops."""
-    ends = np.cumsum(tokens.lengths + 1)
-    bounds = [0]
-    while (stop := _stop(ends, bounds[-1], size)) is not None:
-        bounds.append(stop)
-    return bounds
-
-
-def _stop(ends: NDArray[np.int64], start: int, size: int) -> int | None:
-    """One past the document that completes ``size`` tokens from document ``start`` on, if any."""
-    before = int(ends[start - 1]) if start else 0
-    last = int(np.searchsorted(ends, before + size))
-    return last + 1 if last < len(ends) else None
-
-
-def _packed(
-    tokens: Tokens, documents: NDArray[Any], config: DataConfig, end_of_text: int
-) -> NDArray[np.int64]:
-    """End-of-text and tokens of each document in turn, cut off at ``(batch, context)``."""
-    flat = np.empty(config.batch * config.context, np.int64)
-    filled = 0
-    for document in documents:
-        flat[filled] = end_of_text
-        text = tokens[int(document)][: len(flat) - filled - 1]
-        flat[filled + 1 : filled + 1 + len(text)] = text
-        filled += 1 + len(text)
-    return flat.reshape(config.batch, config.context)

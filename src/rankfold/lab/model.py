@@ -18,6 +18,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _NORM_EPSILON = 2.0**-23
 _ROPE_BASE = 10000.0
 _NO_TARGET = -100
+_ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -204,15 +205,24 @@ class Decoder(nn.Module):
             )
         # Marked, and not cut off, which would copy the logits: the largest tensor of a step.
         targets = F.pad(tokens[:, 1:], (0, 1), value=_NO_TARGET)
-        predicted = self.logits(tokens).flatten(0, 1).float()
+        x = self._unread(tokens)
+        # Not compiled, the wider logits would be copied once more.
+        wider = x.is_cuda and torch.compiler.is_compiling()
+        predicted = aligned_logits(x, self.unembedding.weight) if wider else self.unembedding(x)
+        predicted = predicted.flatten(0, 1).float()
         return F.cross_entropy(predicted, targets.flatten(), ignore_index=_NO_TARGET)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(batch, tokens) int64 to (batch, tokens, vocabulary), in the type of the weights."""
+        out: Tensor = self.unembedding(self._unread(tokens))
+        return out
+
+    def _unread(self, tokens: Tensor) -> Tensor:
+        """What the unembedding reads, (batch, tokens, width)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.unembedding(self.final_norm(x))
+        out: Tensor = self.final_norm(x)
         return out
 
     def grids(self) -> list[Grid]:
@@ -252,6 +262,18 @@ class Decoder(nn.Module):
         with warnings.catch_warnings():  # of changing a trained model, which this is not
             warnings.filterwarnings("ignore", message="orthonormalize_ set all singular values")
             orthonormalize_(self.grids())
+
+
+def aligned_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits (..., width) to (..., vocabulary or more), with -inf in each column that is added.
+
+    Their rows begin at multiples of 64 numbers, which a GPU multiplies and reads faster. What is
+    added has neither probability nor gradient.
+    """
+    vocabulary = len(weight)
+    logits = F.linear(x, F.pad(weight, (0, 0, 0, -vocabulary % _ALIGNED)))
+    added = torch.arange(logits.shape[-1], device=x.device) >= vocabulary
+    return logits.masked_fill(added, float("-inf"))
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -278,6 +278,11 @@ def _sides(grid: Grid, config: OptimizerConfig) -> tuple[float, float]:
     return (config.output_rate, 1.0) if is_value_output(grid) else (1.0, 1.0)
 
 
+def _decay(grids: Sequence[Grid], config: OptimizerConfig) -> float:
+    """Of each factor, so that their product has that of a geometry: at the faster one's rate."""
+    return config.product_decay / 2 * max(_sides(grids[0], config))
+
+
 def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepper:
     left, right = _sides(grids[0], config)
     by_share: dict[float, dict[int, Tensor]] = {}
@@ -287,7 +292,7 @@ def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepp
             of_share.update((id(p), p) for factor in factors for p in factor.params)
 
     def made(params: Mapping[int, Tensor], share: float) -> WideAdamW:
-        decay, masters = config.weight_decay, config.masters
+        decay, masters = config.weight_decay + _decay(grids, config) / share, config.masters
         lr = share * config.lr
         return WideAdamW(list(params.values()), lr, decay, masters, graph, config.momentum)
 
@@ -303,7 +308,7 @@ def _muon_kind(
         grids,
         _rate(config.lr, grids[0].params()[0], graph),
         momentum=config.momentum,
-        weight_decay=config.weight_decay,
+        weight_decay=config.weight_decay + _decay(grids, config),
         masters=config.masters,
         sides=_sides(grids[0], config),
         **further,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MOMENTA = (0.6, 0.8, 0.9, 0.95)
+DECAYS = (None, 0, 1, 2)
 # By so many rates a line may grow. One that wants more is reported as not tuned to the end.
 MOST_GROWTH = 4
 
@@ -13,22 +14,26 @@ MOST_GROWTH = 4
 class Setting(NamedTuple):
     """What is tuned: rates 2^qk of query·key products, 2^v of values, 2^o of outputs; momentum.
 
-    Those of values and outputs are of the two factors of value·output products.
+    Those of values and outputs are of the two factors of value·output products. A ``decay`` is one
+    by which query·key products would shrink to e^(-2^decay) in a run at the full rate, and
+    value·output ones by as much more as the faster of their factors is faster.
     """
 
     qk: int
     v: int
     o: int
     momentum: float
+    decay: int | None = None
 
-    @property
-    def options(self) -> dict[str, float]:
-        """Of a run."""
+    def options(self, steps: int) -> dict[str, float]:
+        """Of a run of so many steps."""
+        shrunk = 0.0 if self.decay is None else 2.0**self.decay
         return {
             "optimizer.lr": 2.0**self.qk,
             "optimizer.vo_rate": 2.0 ** (self.v - self.qk),
             "optimizer.output_rate": 2.0 ** (self.o - self.v),
             "optimizer.momentum": self.momentum,
+            "optimizer.product_decay": shrunk / (steps * 2.0**self.qk),
         }
 
 
@@ -54,6 +59,7 @@ _VALUE_OUTPUT = Line(_faster("v", "o"))
 _SMOOTHER = Line(
     lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False
 )
+_DECAYING = Line(lambda best, k: best._replace(decay=DECAYS[k]), tuple(range(len(DECAYS))), False)
 # Tuned one after the other: products, and then the factors of value·output ones.
 PRODUCT_LINES: tuple[Line, ...] = (
     Line(_ALL),
@@ -63,8 +69,14 @@ PRODUCT_LINES: tuple[Line, ...] = (
     _VALUE_OUTPUT,
 )
 LINES: tuple[Line, ...] = (*PRODUCT_LINES, Line(_faster("o")), Line(_faster("v")))
-# Longer runs want lower rates and, often, more momentum.
-LONGER_LINES: tuple[Line, ...] = (Line(_ALL, (-1, 0)), _SMOOTHER)
+# Longer runs want lower rates, those of value·output products above all, and often more momentum.
+# Without decay these products grow a hundredfold in them.
+ISOMETRY_LONGER_LINES: tuple[Line, ...] = (
+    Line(_ALL, (-1, 0)),
+    Line(_faster("v", "o"), (-1, 0)),
+    _SMOOTHER,
+)
+LONGER_LINES: tuple[Line, ...] = (*ISOMETRY_LONGER_LINES, _DECAYING)
 
 
 def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
