@@ -99,8 +99,9 @@ def bowl(
         noise = random.Random(f"{name}{seed}").gauss(0, 0.003)
         ours = gap if METHODS[name].kind == "ours" else 0.0
         away = 1.0 * qk**2 + (values - vo) ** 2 + (outputs - vo - o) ** 2
-        shrunk = told.product_decay * told.lr * config.training.steps
-        away += 0.1 * abs(shrunk - (0 if decay is None else 2**decay))
+        fastest = 2.0 ** max(exponents(config))
+        shrunk = told.product_decay * fastest * config.training.steps
+        away += 0.01 * abs(shrunk - (0 if decay is None else 2**decay))
         return 4 + away + abs(told.momentum - momentum) + seed / 50 + noise - ours
 
     return loss

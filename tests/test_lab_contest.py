@@ -161,7 +161,7 @@ def test_longer_horizons_begin_at_the_shorter_ones_best(tmp_path: Path) -> None:
         momenta = [0.95] * 6 + [0.6, 0.8, 0.9] + [0.95] * 3
         assert [c.optimizer.momentum for c in tuning] == momenta
         shrunk = [c.optimizer.product_decay * c.optimizer.lr * 400 for c in tuning]
-        assert shrunk == pytest.approx([0] * 9 + [1, 2, 4])
+        assert shrunk == pytest.approx([0] * 9 + [4, 8, 16])
         assert {c.training.seed for c in tuning} == {100}
         assert {math.log2(c.optimizer.lr) - CENTRES[name] for c in finals} == {-2}
     steps = [c.training.steps for c in lab.made]
@@ -195,7 +195,7 @@ def test_longer_horizons_have_a_rate_of_value_output_products_of_their_own(tmp_p
 
 
 def test_longer_horizons_have_a_decay_but_for_isometries(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, bowl(CENTRES, decay=1))
+    lab = Lab(tmp_path, bowl(CENTRES, vo=2, decay=3))
     names = "muon", "fixed-quotient", "adamw", "isometry-quotient"
     held = contest(steps=(40, 400), methods=names)
     run_contest(held, tmp_path, lab.make)
@@ -203,15 +203,23 @@ def test_longer_horizons_have_a_decay_but_for_isometries(tmp_path: Path) -> None
     for name in names:
         choices = (held.tuning(cell, METHODS[name], Losses(tmp_path))[1] for cell in (short, long))
         decays = [c.setting.decay for c in choices if c is not None]
-        assert decays == [None, None if name == "isometry-quotient" else 1]
+        assert decays == [None, None if name == "isometry-quotient" else 3]
     assert {c.optimizer.weight_decay for c in lab.made} == {0.0}
     write_contest(held, tmp_path, tmp_path / "page")
-    assert "e^−2" in (tmp_path / "page/index.html").read_text("utf-8")
+    assert "e^−8<" in (tmp_path / "page/index.html").read_text("utf-8")
     lines = (tmp_path / "page/tables/contest.csv").read_text("utf-8").splitlines()
     place = lines[0].split(",").index("decay")
     told = {tuple(line.split(",")[1:4:2]): line.split(",")[place] for line in lines[1:]}
     assert {told["40", name] for name in names} == {""}
-    assert [told["400", name] for name in names] == ["2", "2", "2", ""]
+    assert [told["400", name] for name in names] == ["8", "8", "8", ""]
+
+
+def test_the_last_decay_is_marked(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, bowl(CENTRES, decay=4))
+    held = contest(steps=(40, 400), methods=("muon",))
+    run_contest(held, tmp_path, lab.make)
+    write_contest(held, tmp_path, tmp_path / "page")
+    assert "e^−16*" in (tmp_path / "page/index.html").read_text("utf-8")
 
 
 def test_an_end_of_the_short_tuning_is_remembered_at_longer_horizons(tmp_path: Path) -> None:
@@ -314,6 +322,8 @@ def test_a_method_that_always_diverges_is_not_compared(tmp_path: Path) -> None:
         ({"first_seed": 93}, "not 8 from 93 on"),
         ({"annealings": ("exp",)}, "one of none, linear, cosine"),
         ({"steps": (0,)}, "at least 1"),
+        ({"extra": {"optimizer.product_decay": 0.1}}, "is the contest's to choose"),
+        ({"extra": {"optimizer.momentum": 0.1}}, "is the contest's to choose"),
     ],
 )
 def test_contests_that_cannot_be_held(changed: dict[str, Any], words: str) -> None:

@@ -154,6 +154,14 @@ def test_where_the_contest_on_samples_is(script: ModuleType, losses: Losses) -> 
 LONG = {"muon": Setting(-8, -6, -6, 0.8), OURS: Setting(-7, -5, -4, 0.8)}
 
 
+def test_long_runs_without_grouped_queries(script: ModuleType, losses: Losses) -> None:
+    held, best = contest(script, 10000, models=("mha",)), Setting(-9, -7, -7, 0.8)
+    others = [best._replace(momentum=m) for m in (0.6, 0.9, 0.95)]
+    others += [Setting(-10, -8, -8, 0.8), Setting(-8, -6, -6, 0.8)]
+    assert loss_at(held, losses, "muon", best) == 4.419
+    assert min(loss_at(held, losses, "muon", setting) for setting in others) > 4.419
+
+
 def test_tuning_of_long_runs_with_grouped_queries(script: ModuleType, losses: Losses) -> None:
     held = contest(script, 10000, models=("gqa",))
     for name, best in LONG.items():
@@ -322,11 +330,13 @@ def test_runs_of_other_texts_are_not_published(
 ) -> None:
     table = tmp_path / "runs.csv"
     table.write_bytes(script.RUNS.read_bytes())
-    elsewhere = made(script, "muon", 0, data__source="elsewhere.txt")
-    Lab(tmp_path / "made", lambda _: 5.0).make([elsewhere])
-    with pytest.raises(ValueError, match=r"has another data\.source than the published runs"):
-        publisher.publish(tmp_path / "made", table)
-    assert table.read_bytes() == script.RUNS.read_bytes()
+    for option, value in (("source", "elsewhere.txt"), ("documents", 100)):
+        elsewhere = made(script, "muon", 0, **{f"data__{option}": value})
+        Lab(tmp_path / option, lambda _: 5.0).make([elsewhere])
+        told = rf"has another data\.{option} than the published runs"
+        with pytest.raises(ValueError, match=told):
+            publisher.publish(tmp_path / option, table)
+        assert table.read_bytes() == script.RUNS.read_bytes()
 
 
 def test_docs_name_every_method() -> None:

@@ -154,6 +154,13 @@ def test_a_decay_shrinks_all_products_alike_and_nothing_else(
         torch.testing.assert_close(p, before[k], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "fixed-quotient"])
+def test_a_decay_takes_no_more_than_there_is(name: str) -> None:
+    config = OptimizerConfig(name=name, lr=0.25, vo_rate=4.0, product_decay=1.0)
+    with pytest.raises(ValueError, match="must be below 1, the share of a"):
+        build(Decoder(MODEL_PRESETS["tiny"], 50), config)
+
+
 def _norms(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The product of the factors' norms, which shrinks as all products of their heads do."""
     return left.detach().norm() * right.detach().norm()

@@ -21,7 +21,7 @@ from rankfold.lab.statistics import final_loss, flat_options
 from rankfold.lab.tables import write_csv
 
 sys.path.insert(0, str(Path(__file__).parent))
-from restore import RUNS, TEXTS, common, config_of, published
+from restore import RUNS, common, config_of, published
 
 _OUTCOME = ("seed", "status", "steps", "training_loss", "loss")
 
@@ -66,7 +66,7 @@ def _usual(row: Mapping[str, str]) -> dict[str, str]:
 def _unlike_others(row: Mapping[str, str]) -> list[str]:
     """The options it has of its own; raises where these are its texts."""
     unlike = [name for name, usual in _usual(row).items() if row.get(name, usual) != usual]
-    texts = [name for name in unlike if name in TEXTS]
+    texts = [name for name in unlike if name.startswith("data.") and name != "data.shuffle"]
     if texts:
         raise ValueError(
             f"{row['run']} has another {' and '.join(texts)} than the published runs: give a "

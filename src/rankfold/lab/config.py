@@ -32,7 +32,7 @@ ANNEALINGS = ("none", "linear", "cosine")
 NORMALIZATIONS = ("metric", "spectral", "none")  # and whitened, schatten-p
 TILTED_PRODUCTS = ("all", "vo")
 _NOT_BELOW_ZERO = {
-    "optimizer": ("lr", "other_lr", "weight_decay", "growth"),
+    "optimizer": ("lr", "other_lr", "weight_decay", "product_decay", "growth"),
     "training": ("warmup", "clip", "diagnostics_every", "seed"),
 }
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -52,8 +52,8 @@ class OptimizerConfig:
     `lab/muon.py`), "dion" (`lab/dion.py`), "frozen" (they stay as they began), a geometry, or
     "recommended", whose options are those of `rankfold.recommended`.
     ``momentum`` is that of Muon and Dion, too, and AdamW's first beta, where 0 stands for torch's
-    own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``product_decay`` that of these
-    weights alone, by which a product shrinks: factors that go by themselves have half of it each.
+    own 0.9. ``weight_decay`` is that of AdamW, Muon and Dion, and ``product_decay`` one of query,
+    key, value and output weights alone, of their products: half of it for each factor by itself.
     ``dion_rank`` is the share of a head's rank that Dion's updates have. ``lr`` is that of
     query·key products; value·output ones go by ``vo_rate`` times it, and of these the output
     weights by ``output_rate`` times that, which with a geometry wants "whitened" steps. For

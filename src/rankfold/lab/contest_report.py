@@ -87,9 +87,9 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         "weights alone and that of value weights. Where the best rate is at the end of its "
         f"line, the line grows there, by {MOST_GROWTH} rates at most. That was at "
         f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate, "
-        "that of value·output products, the momentum and then weight decay, of factors alone and "
-        "none for isometries: e^−1 is one by which query·key products would shrink to that in a "
-        f"run at the full rate. Centres: {', '.join(centres)}. “Tried” counts the runs of "
+        "that of value·output products, the momentum and then, but for isometries, the decay of "
+        "all products: e^−4 is one by which those of the highest rate would shrink to that in a "
+        f"run at this rate. Centres: {', '.join(centres)}. “Tried” counts the runs of "
         "a tuning, those of the shortest horizon among them; all are on the page "
         "tuning/index.html.",
         "Rates marked * come from a tuning in which the best of a line was its last, so better "
@@ -147,7 +147,7 @@ def _line(result: Result, entry: Entry) -> list[str]:
 
 
 def _decay(decay: int | None) -> str:
-    """By what query·key products would shrink in a run at the full rate."""
+    """To what the fastest products would shrink in a run at the full rate."""
     return "none" if decay is None else f"e^−{2**decay}"
 
 

@@ -54,7 +54,7 @@ class Loader:
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where a loader of the same corpus, batch shape and seed left off."""
+        """Continue where a loader of the same corpus, configuration and seed left off."""
         epoch, position = state["epoch"], state["position"]
         # As many in every epoch.
         if epoch < 0 or not 0 <= position <= self._pass.count:

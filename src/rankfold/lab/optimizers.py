@@ -280,7 +280,13 @@ def _sides(grid: Grid, config: OptimizerConfig) -> tuple[float, float]:
 
 def _decay(grids: Sequence[Grid], config: OptimizerConfig) -> float:
     """Of each factor, so that their product has that of a geometry: at the faster one's rate."""
-    return config.product_decay / 2 * max(_sides(grids[0], config))
+    decay = config.product_decay * max(_sides(grids[0], config))
+    if config.lr * decay >= 1:
+        raise ValueError(
+            "a learning rate times optimizer.product_decay must be below 1, the share of a product "
+            f"that a step takes away, and is {config.lr * decay:g}: make one of them smaller"
+        )
+    return decay / 2
 
 
 def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepper:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MOMENTA = (0.6, 0.8, 0.9, 0.95)
-DECAYS = (None, 0, 1, 2)
+DECAYS = (None, 2, 3, 4)
 # By so many rates a line may grow. One that wants more is reported as not tuned to the end.
 MOST_GROWTH = 4
 
@@ -15,8 +15,7 @@ class Setting(NamedTuple):
     """What is tuned: rates 2^qk of query·key products, 2^v of values, 2^o of outputs; momentum.
 
     Those of values and outputs are of the two factors of value·output products. A ``decay`` is one
-    by which query·key products would shrink to e^(-2^decay) in a run at the full rate, and
-    value·output ones by as much more as the faster of their factors is faster.
+    by which the products of the highest rate would shrink to e^(-2^decay) in a run at that rate.
     """
 
     qk: int
@@ -27,13 +26,14 @@ class Setting(NamedTuple):
 
     def options(self, steps: int) -> dict[str, float]:
         """Of a run of so many steps."""
+        fastest = 2.0 ** max(self.qk, self.v, self.o)
         shrunk = 0.0 if self.decay is None else 2.0**self.decay
         return {
             "optimizer.lr": 2.0**self.qk,
             "optimizer.vo_rate": 2.0 ** (self.v - self.qk),
             "optimizer.output_rate": 2.0 ** (self.o - self.v),
             "optimizer.momentum": self.momentum,
-            "optimizer.product_decay": shrunk / (steps * 2.0**self.qk),
+            "optimizer.product_decay": shrunk / (steps * fastest),
         }
 
 
@@ -69,8 +69,8 @@ PRODUCT_LINES: tuple[Line, ...] = (
     _VALUE_OUTPUT,
 )
 LINES: tuple[Line, ...] = (*PRODUCT_LINES, Line(_faster("o")), Line(_faster("v")))
-# Longer runs want lower rates, those of value·output products above all, and often more momentum.
-# Without decay these products grow a hundredfold in them.
+# Longer runs want other rates, often lower ones, and another share of value·output products; and
+# where nothing decays these grow by a factor of ten and more.
 ISOMETRY_LONGER_LINES: tuple[Line, ...] = (
     Line(_ALL, (-1, 0)),
     Line(_faster("v", "o"), (-1, 0)),
