@@ -17,7 +17,7 @@ from rankfold.lab.contest import (
     METHODS,
     Contest,
 )
-from rankfold.lab.sweep import Outcome
+from rankfold.lab.sweep import More, Outcome
 
 LossOf = Callable[[RunConfig], float]
 
@@ -50,8 +50,12 @@ class Lab:
         self.most = math.inf
         self.failing: set[str] = set()
 
-    def make(self, configs: list[RunConfig]) -> list[Outcome]:
-        return [self._make_one(config) for config in configs]
+    def make(self, configs: list[RunConfig], more: More = list) -> list[Outcome]:
+        waiting, outcomes = list(configs), []
+        while waiting:
+            outcomes.append(self._make_one(waiting.pop(0)))
+            waiting += more()
+        return outcomes
 
     def _make_one(self, config: RunConfig) -> Outcome:
         if len(self.made) >= self.most:

@@ -116,9 +116,23 @@ def test_rates_that_another_momentum_wants_are_found(tmp_path: Path) -> None:
 
 def test_lines_that_cross_want_a_run_once(tmp_path: Path) -> None:
     lab, held = Lab(tmp_path, bowl(CENTRES)), contest()
-    lab.make(next(held.rounds(Losses(tmp_path))))
+    lab.make(next(held.stages(Losses(tmp_path)))())
     wanted = [c.key for c in held.tuning_runs(held.cells()[0], Losses(tmp_path))]
     assert len(wanted) == len(set(wanted)) == 3 * (3 + 2)
+
+
+def test_a_method_goes_on_while_others_wait(tmp_path: Path) -> None:
+    lab, held = Lab(tmp_path, bowl(CENTRES)), contest()
+    more = next(held.stages(Losses(tmp_path)))
+    begun = more()
+    assert more() == []  # they are being made
+    of_muon = [config for config in begun if method_of(config) == "muon"]
+    lab.make(of_muon[:-1])
+    assert more() == []
+    lab.make(of_muon[-1:])
+    new = more()
+    assert {method_of(config) for config in new} == {"muon"}
+    assert not {c.key for c in new} & {c.key for c in begun}
 
 
 def test_a_centre_that_is_off_is_left_behind(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from .contest import Contest
-    from .sweep import Outcome
+    from .sweep import More, Outcome
 
 _ONLY = ("tune", "final", "report")
 
@@ -126,7 +126,11 @@ def compare(
 
 
 def _make(
-    configs: list[RunConfig], root: Path, device: str | None, workers: int | None
+    configs: list[RunConfig],
+    root: Path,
+    device: str | None,
+    workers: int | None,
+    more: More = list,
 ) -> list[Outcome]:
     from .display import sweep_bar
     from .sweep import run_sweep
@@ -135,7 +139,7 @@ def _make(
     tokenize(configs)
     count = workers or (1 if where.startswith("cuda") else min(os.cpu_count() or 1, 4))
     with sweep_bar(len(configs)) as done:
-        return run_sweep(configs, root, device=where, workers=count, done=done)
+        return run_sweep(configs, root, device=where, workers=count, done=done, more=more)
 
 
 def _compared(preset_name: str, optimizer: str) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def _hold(
     outcomes = []
     if only != "report":
         outcomes = run_contest(
-            contest, root, lambda configs: _make(configs, root, device, workers), only
+            contest, root, lambda runs, more: _make(runs, root, device, workers, more), only
         )
     results = write_contest(contest, root, output)
     for result in results:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,16 +31,8 @@ from ..geometries import GEOMETRIES, is_isometry
 from . import records
 from .config import RunConfig, preset
 from .statistics import final_loss
-from .sweep import Outcome
-from .tuning import (
-    ISOMETRY_LONGER_LINES,
-    LINES,
-    LONGER_LINES,
-    PRODUCT_LINES,
-    Line,
-    Setting,
-    grown,
-)
+from .sweep import More, Outcome
+from .tuning import LINES, LONGER_LINES, PRODUCT_LINES, UNDECAYED_LINES, Line, Setting, grown
 
 TUNING_SEED = 100
 _MOMENTUM = 0.9  # until it is tuned
@@ -72,7 +65,7 @@ class Method:
         """What is tuned at longer horizons."""
         name = self.options["optimizer.name"]
         isometry = name in GEOMETRIES and is_isometry(name)
-        return ISOMETRY_LONGER_LINES if isometry else LONGER_LINES
+        return UNDECAYED_LINES if isometry else LONGER_LINES
 
 
 def _rival(name: str, kind: str, paper: int, tiny: int) -> Method:
@@ -372,28 +365,34 @@ class Contest:
         by_method = [runs for runs in each if runs]
         return [run for runs in zip(*by_method, strict=True) for run in runs]
 
-    def rounds(self, losses: Losses, only: str | None = None) -> Iterator[list[RunConfig]]:
-        """Runs to make now, again and again until there are none; failed ones come once.
+    def stages(self, losses: Losses, only: str | None = None) -> Iterator[More]:
+        """Tuning and comparison of each cell: runs to make now, that were not told of before.
 
-        ``only`` "tune" or "final" leaves the other ones out.
+        To be asked again as runs end. ``only`` "tune" or "final" leaves the other ones out.
         """
-        tried: set[str] = set()
+        told: set[str] = set()
+
+        def more(wanted: Callable[[Cell, Losses], list[RunConfig]], cell: Cell) -> list[RunConfig]:
+            new = {c.key: c for c in wanted(cell, losses) if losses.of(c) is None}
+            new = {key: config for key, config in new.items() if key not in told}
+            told.update(new)
+            return list(new.values())
+
         for cell in self.cells():
             for stage, wanted in (("tune", self.tuning_runs), ("final", self.final_runs)):
-                while only in (None, stage):
-                    new = {c.key: c for c in wanted(cell, losses) if losses.of(c) is None}
-                    new = {key: config for key, config in new.items() if key not in tried}
-                    if not new:
-                        break
-                    tried.update(new)
-                    yield list(new.values())
+                if only in (None, stage):
+                    yield partial(more, wanted, cell)
 
 
 def run_contest(
     contest: Contest,
     root: Path,
-    make: Callable[[list[RunConfig]], list[Outcome]],
+    make: Callable[[list[RunConfig], More], list[Outcome]],
     only: str | None = None,
 ) -> list[Outcome]:
-    """Make all runs there are to make, by ``make``; returns what became of them."""
-    return [outcome for runs in contest.rounds(Losses(root), only) for outcome in make(runs)]
+    """Make all runs there are to make; returns what became of them.
+
+    ``make`` makes some and, whenever one has ended, what there is more to make then.
+    """
+    stages = contest.stages(Losses(root), only)
+    return [outcome for more in stages if (runs := more()) for outcome in make(runs, more)]

@@ -110,13 +110,13 @@ def sweep_bar(total: int, quiet: bool = False) -> Iterator[Callable[[Outcome, in
     with Bar(*_columns(), console=console) as bar:
         task = bar.add_task("runs", total=total)
 
-        def done(outcome: Outcome, count: int, _: int) -> None:
+        def done(outcome: Outcome, count: int, total: int) -> None:
             words = f"{outcome.status:>9}  {outcome.key}"
             if math.isfinite(outcome.loss):
                 words += f"  validation loss {outcome.loss:.4f}"
             if outcome.message:
                 words += f"  {outcome.message}"
             bar.console.print(words, highlight=False, markup=False, soft_wrap=True)
-            bar.update(task, completed=count)
+            bar.update(task, completed=count, total=total)
 
         yield done

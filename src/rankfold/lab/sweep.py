@@ -52,6 +52,9 @@ class Outcome:
     loss: float  # mean of the last five validations
 
 
+More = Callable[[], list[RunConfig]]
+
+
 def read_sweep(path: Path, extra: Mapping[str, Any] | None = None) -> list[RunConfig]:
     """All runs of a sweep file; ``extra`` options replace what the file says for every run."""
     try:
@@ -128,24 +131,33 @@ def run_sweep(
     workers: int = 1,
     engine: str = "processes",
     done: Callable[[Outcome, int, int], object] = lambda outcome, count, total: None,
+    more: More = list,
 ) -> list[Outcome]:
-    """All runs, ``workers`` at a time; ``done`` is told of each as it ends."""
+    """All runs, ``workers`` at a time; ``done`` is told of each as it ends.
+
+    Then ``more`` is asked for runs that are wanted by what is known now.
+    """
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}; there are {', '.join(ENGINES)}")
     root.mkdir(parents=True, exist_ok=True)
     each = _with_ray if engine == "ray" else _in_processes
-    outcomes = []
-    for outcome in each(configs, root, device, workers):
+    waiting, total, outcomes = deque(configs), len(configs), []
+    for outcome in each(waiting, root, device, workers):
         outcomes.append(outcome)
-        done(outcome, len(outcomes), len(configs))
+        new = more()
+        waiting.extend(new)
+        total += len(new)
+        done(outcome, len(outcomes), total)
     return outcomes
 
 
 def _in_processes(
-    configs: list[RunConfig], root: Path, device: str, workers: int
+    waiting: deque[RunConfig], root: Path, device: str, workers: int
 ) -> Iterable[Outcome]:
+    """All that waits, and what is put there in the meantime."""
     if workers == 1:
-        yield from (run_one(config, root, device) for config in configs)
+        while waiting:
+            yield run_one(waiting.popleft(), root, device)
         return
     # On a GPU too: models are built on the CPU, where threads that outnumber the cores crawl.
     threads = max(1, torch.get_num_threads() // workers)
@@ -168,12 +180,13 @@ def _in_processes(
                     ours.close()
                     raise
 
-    lost: list[RunConfig] = []
-    yield from made(deque(configs), workers, lost)
-    dead: list[RunConfig] = []
-    # One at a time: a run may have been lost to the death of another, or to the memory of all.
-    yield from made(deque(lost), 1, dead)
-    yield from (Outcome(config.key, "failed", _DIED, float("nan")) for config in dead)
+    while waiting:
+        lost: list[RunConfig] = []
+        yield from made(waiting, workers, lost)
+        dead: list[RunConfig] = []
+        # One at a time: a run may have been lost to the death of another, or to the memory of all.
+        yield from made(deque(lost), 1, dead)
+        yield from (Outcome(config.key, "failed", _DIED, float("nan")) for config in dead)
 
 
 def _in_pool(
@@ -221,7 +234,9 @@ def _end_with(sweep: Connection) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -> Iterable[Outcome]:
+def _with_ray(
+    waiting: deque[RunConfig], root: Path, device: str, workers: int
+) -> Iterable[Outcome]:
     """One task a run; ``root`` must be a folder that all machines share."""
     try:
         ray = importlib.import_module("ray")
@@ -231,12 +246,13 @@ def _with_ray(configs: list[RunConfig], root: Path, device: str, workers: int) -
     share = {"num_gpus": 1 / workers} if device.startswith("cuda") else {"num_cpus": 1}
     remote = ray.remote(**share)(run_one)
     sharing = workers if device.startswith("cuda") else 1
-    waiting = {
-        remote.remote(config, root.resolve(), device, None, sharing): config for config in configs
-    }
-    while waiting:
-        ready, _ = ray.wait(list(waiting), num_returns=1)
-        config = waiting.pop(ready[0])
+    begun: dict[Any, RunConfig] = {}
+    while waiting or begun:
+        while waiting:
+            config = waiting.popleft()
+            begun[remote.remote(config, root.resolve(), device, None, sharing)] = config
+        ready, _ = ray.wait(list(begun), num_returns=1)
+        config = begun.pop(ready[0])
         try:
             yield ray.get(ready[0])
         except Exception as error:

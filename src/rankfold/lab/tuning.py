@@ -71,12 +71,12 @@ PRODUCT_LINES: tuple[Line, ...] = (
 LINES: tuple[Line, ...] = (*PRODUCT_LINES, Line(_faster("o")), Line(_faster("v")))
 # Longer runs want other rates, often lower ones, and another share of value·output products; and
 # where nothing decays these grow by a factor of ten and more.
-ISOMETRY_LONGER_LINES: tuple[Line, ...] = (
+UNDECAYED_LINES: tuple[Line, ...] = (
     Line(_ALL, (-1, 0)),
     Line(_faster("v", "o"), (-1, 0)),
     _SMOOTHER,
 )
-LONGER_LINES: tuple[Line, ...] = (*ISOMETRY_LONGER_LINES, _DECAYING)
+LONGER_LINES: tuple[Line, ...] = (*UNDECAYED_LINES, _DECAYING)
 
 
 def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
