@@ -211,7 +211,7 @@ def losses(found: records.Run) -> list[list[float]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"optimizer__name": "adamw"},
+        {"optimizer__name": "adamw", "data__shuffle": "samples"},
         {"optimizer__name": "fixed-quotient", "optimizer__momentum": 0.5},
         {
             "optimizer__name": "isometry-embedded",
