@@ -228,12 +228,15 @@ def test_longer_horizons_have_a_decay_but_for_isometries(tmp_path: Path) -> None
     assert [told["400", name] for name in names] == ["8", "8", "8", ""]
 
 
-def test_the_last_decay_is_marked(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, bowl(CENTRES, decay=4))
+@pytest.mark.parametrize(("wanted", "found"), [(5, 5), (8, 8), (9, 8)])
+def test_decays_grow_until_the_best_is_inside(wanted: int, found: int, tmp_path: Path) -> None:
+    """By four at most, one more than three."""
+    lab = Lab(tmp_path, bowl(CENTRES, decay=wanted))
     held = contest(steps=(40, 400), methods=("muon",))
     run_contest(held, tmp_path, lab.make)
-    write_contest(held, tmp_path, tmp_path / "page")
-    assert "e^−16*" in (tmp_path / "page/index.html").read_text("utf-8")
+    choice = held.tuning(held.cells()[1], METHODS["muon"], Losses(tmp_path))[1]
+    assert choice is not None
+    assert (choice.setting.decay, choice.interior) == (found, found < 8)
 
 
 def test_an_end_of_the_short_tuning_is_remembered_at_longer_horizons(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from . import records
 from .config import RunConfig, preset
 from .statistics import final_loss
 from .sweep import More, Outcome
-from .tuning import LINES, LONGER_LINES, PRODUCT_LINES, UNDECAYED_LINES, Line, Setting, grown
+from .tuning import LINES, LONGER_LINES, PRODUCT_LINES, UNDECAYED_LINES, Line, Setting
 
 TUNING_SEED = 100
 _MOMENTUM = 0.9  # until it is tuned
@@ -334,14 +334,14 @@ class Contest:
             def loss(k: int, at: Callable[[int], RunConfig] = at) -> float | None:
                 return losses.of(at(k))
 
-            places = grown(line.start, loss) if line.grows else list(line.start)
+            places = line.places(loss)
             wanted |= {run.key: run for run in map(at, places)}  # lines cross
             found = {k: value for k in places if (value := loss(k)) is not None}
             if len(found) < len(places):
                 return list(wanted.values()), None
             k = min(found, key=found.__getitem__)
-            inside = not line.grows or k not in (places[0], places[-1])
-            choice = Choice(line.at(best, k), found[k], choice.interior and inside)
+            inside = choice.interior and not line.is_end(k, places)
+            choice = Choice(line.at(best, k), found[k], inside)
             if math.isinf(choice.loss):
                 break
         return list(wanted.values()), choice

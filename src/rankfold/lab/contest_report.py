@@ -20,7 +20,7 @@ from .figures import Drawn, rate, write_figures
 from .report import Findings, fixed, p_value, signed, write_report
 from .statistics import Paired
 from .tables import write_csv
-from .tuning import DECAYS, MOMENTA, MOST_GROWTH
+from .tuning import MOMENTA, MOST_GROWTH
 
 _TIMED_RUNS = 8
 _CHOICE = (
@@ -88,13 +88,13 @@ def _words(contest: Contest, found: Sequence[Result]) -> list[str]:
         f"line, the line grows there, by {MOST_GROWTH} rates at most. That was at "
         f"{contest.shortest:,} steps on seed {TUNING_SEED}; at longer horizons the common rate, "
         "that of value·output products, the momentum and then, but for isometries, the decay of "
-        "all products: e^−4 is one by which those of the highest rate would shrink to that in a "
-        f"run at this rate. Centres: {', '.join(centres)}. “Tried” counts the runs of "
+        "all products, none or from e^−4 on, by which those of the highest rate would shrink to "
+        f"that in a run at this rate. Centres: {', '.join(centres)}. “Tried” counts the runs of "
         "a tuning, those of the shortest horizon among them; all are on the page "
         "tuning/index.html.",
         "Rates marked * come from a tuning in which the best of a line was its last, so better "
-        "ones may lie beyond; a momentum marked * is the first or the last of those tried, and a "
-        "decay the last.",
+        "ones may lie beyond, or stronger decays; a momentum marked * is the first or the last of "
+        "those tried.",
         f"The losses below are of fresh seeds from {contest.first_seed} on. p-values of the tables "
         "are of two-sided paired t tests as they are; that of a verdict is multiplied by the "
         "number of our candidates, as the best of them is picked on the same seeds. Its interval "
@@ -133,7 +133,7 @@ def _line(result: Result, entry: Entry) -> list[str]:
         tuned = [rate(2.0**k) + mark for k in (setting.qk, setting.v, setting.o)]
         end = setting.momentum in (MOMENTA[0], MOMENTA[-1])
         tuned.append(f"{setting.momentum:g}" + ("*" if end else ""))
-        tuned.append(_decay(setting.decay) + ("*" if setting.decay == DECAYS[-1] else ""))
+        tuned.append(_decay(setting.decay))
     seeds = (
         f"{len(entry.losses)}"
         if len(entry.losses) == result.planned

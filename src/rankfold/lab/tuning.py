@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MOMENTA = (0.6, 0.8, 0.9, 0.95)
-DECAYS = (None, 2, 3, 4)
 # By so many rates a line may grow. One that wants more is reported as not tuned to the end.
 MOST_GROWTH = 4
 
@@ -38,11 +37,20 @@ class Setting(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Settings ``k`` steps away from the best so far: those to begin with, and if it may grow."""
+    """Settings ``k`` steps away from the best so far: the first ones, and which end may grow."""
 
     at: Callable[[Setting, int], Setting]
     start: tuple[int, ...] = (-1, 0, 1)
-    grows: bool = True
+    down: bool = True
+    up: bool = True
+
+    def places(self, loss: Callable[[int], float | None]) -> list[int]:
+        """All that it is known to want, by the losses there."""
+        return grown(self.start, loss, self.down, self.up)
+
+    def is_end(self, k: int, places: Sequence[int]) -> bool:
+        """Whether better ones may lie beyond."""
+        return (self.down and k == places[0]) or (self.up and k == places[-1])
 
 
 def _faster(*rates: str) -> Callable[[Setting, int], Setting]:
@@ -57,9 +65,15 @@ def _faster(*rates: str) -> Callable[[Setting, int], Setting]:
 _ALL = _faster("qk", "v", "o")
 _VALUE_OUTPUT = Line(_faster("v", "o"))
 _SMOOTHER = Line(
-    lambda best, k: best._replace(momentum=MOMENTA[k]), tuple(range(len(MOMENTA))), False
+    lambda best, k: best._replace(momentum=MOMENTA[k]),
+    tuple(range(len(MOMENTA))),
+    down=False,
+    up=False,
 )
-_DECAYING = Line(lambda best, k: best._replace(decay=DECAYS[k]), tuple(range(len(DECAYS))), False)
+# None at first, and then decays from e⁻⁴ on.
+_DECAYING = Line(
+    lambda best, k: best._replace(decay=k + 1 if k else None), (0, 1, 2, 3), down=False
+)
 # Tuned one after the other: products, and then the factors of value·output ones.
 PRODUCT_LINES: tuple[Line, ...] = (
     Line(_ALL),
@@ -79,8 +93,10 @@ UNDECAYED_LINES: tuple[Line, ...] = (
 LONGER_LINES: tuple[Line, ...] = (*UNDECAYED_LINES, _DECAYING)
 
 
-def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]:
-    """A line of exponents, longer by those it is known to want."""
+def grown(
+    line: Sequence[int], loss: Callable[[int], float | None], down: bool = True, up: bool = True
+) -> list[int]:
+    """A line of exponents, longer by those it is known to want at the ends where it may grow."""
     line = sorted(line)
     for _ in range(MOST_GROWTH):
         losses = [loss(each) for each in line]
@@ -88,9 +104,9 @@ def grown(line: Sequence[int], loss: Callable[[int], float | None]) -> list[int]
         if len(known) < len(line):
             break
         best = known.index(min(known))  # the lowest rate, if all diverged
-        if best == 0:
+        if best == 0 and down:
             line = [line[0] - 1, *line]
-        elif best == len(line) - 1:
+        elif best == len(line) - 1 and up:
             line = [*line, line[-1] + 1]
         else:
             break
