@@ -369,3 +369,36 @@ def test_the_small_model_with_rope_is_what_docs_say() -> None:
         assert found.p == pytest.approx(p, abs=0.005)
         assert f"−{abs(found.mean):.4f}" in text
         assert f"| {muon:.4f} | {ours:.4f} |" in text
+
+
+def test_the_small_model_on_samples_is_what_docs_say() -> None:
+    table = ROOT / "benchmarks/results/small-models/gqa-samples.csv"
+    with table.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    text = (ROOT / "docs/contest.md").read_text(encoding="utf-8")
+    assert f"[all {len(rows)} runs](../{table.relative_to(ROOT)})" in text
+    tuning = [row for row in rows if int(row["seed"]) == TUNING_SEED]
+    of = {name: [row for row in rows if row["method"] == name] for name in ("muon", OURS)}
+    lines = []
+    for steps, decayed in ((1000, False), (4000, False), (4000, True)):
+        best = []
+        for name in of:
+            kind = [row for row in tuning if (row["method"], row["steps"]) == (name, str(steps))]
+            kind = [row for row in kind if (float(row["product_decay"]) > 0) is decayed]
+            best.append(f"{min(float(row['loss']) for row in kind):.4f}")
+        lines.append(best)
+    assert f"| 1,000 steps, tuned | {lines[0][0]} (2⁻⁷, 2⁻⁶, 2⁻⁶, 0.8) | {lines[0][1]} (" in text
+    assert f"| 4,000 steps, tuned but for decay | {lines[1][0]} (" in text
+    assert f"| {lines[1][1]} (2⁻⁶, 2⁻⁶, 2⁻⁴, 0.8) |" in text
+    assert all(f"**{loss}**" in text for loss in lines[2])
+    finals = [
+        {int(row["seed"]): float(row["loss"]) for row in each if int(row["seed"]) != TUNING_SEED}
+        for each in of.values()
+    ]
+    theirs, ours = ([each[seed] for seed in sorted(each)] for each in finals)
+    assert sorted(finals[0]) == sorted(finals[1]) == list(range(len(ours)))
+    count = len(ours)
+    assert f"| {sum(theirs) / count:.4f} | {sum(ours) / count:.4f} |" in text
+    found = paired([a - b for a, b in zip(ours, theirs, strict=True)])
+    sizes = (f"{'+' if x > 0 else '−'}{abs(x):.4f}" for x in (found.mean, found.low, found.high))
+    assert "{}, 95% interval {} to {}, ".format(*sizes) + f"p = {found.p:.2g} |" in text
