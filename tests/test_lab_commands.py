@@ -16,6 +16,7 @@ import rankfold
 from rankfold.cli import app, main
 from rankfold.lab import records
 from rankfold.lab.commands import COMMANDS, _sweep_file
+from rankfold.lab.config import RunConfig
 from rankfold.lab.sweep import Outcome, read_sweep, run_sweep, statuses
 
 from .lab_runs import run, small, write_corpus
@@ -172,7 +173,12 @@ def test_ray_gets_one_task_a_run(
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     configs = [small(corpus, training__steps=10, training__seed=s) for s in range(2)]
-    found = run_sweep(configs, tmp_path / "runs", device="cpu", engine="ray")
+    later = configs[1:]  # that are asked for when the first has ended
+
+    def more() -> list[RunConfig]:
+        return [later.pop()] if later else []
+
+    found = run_sweep(configs[:1], tmp_path / "runs", device="cpu", engine="ray", more=more)
     assert [outcome.status for outcome in found] == ["finished"] * 2
     assert asked == [{"num_cpus": 1}]
 

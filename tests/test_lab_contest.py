@@ -187,25 +187,18 @@ def test_longer_horizons_begin_at_the_shorter_ones_best(tmp_path: Path) -> None:
     assert contest(steps=(400,)).shortest == 40
 
 
-def test_longer_horizons_have_a_momentum_of_their_own(tmp_path: Path) -> None:
+def test_longer_horizons_have_settings_of_their_own(tmp_path: Path) -> None:
+    """A momentum and a rate of value·output products."""
+    short, long = bowl(CENTRES, momentum=0.6, vo=3), bowl(CENTRES, momentum=0.9, vo=1)
+
     def loss(config: RunConfig) -> float:
-        return bowl(CENTRES, momentum=0.6 if config.training.steps == 40 else 0.9)(config)
+        return (short if config.training.steps == 40 else long)(config)
 
     held = contest(steps=(40, 400), methods=("muon",))
     run_contest(held, tmp_path, Lab(tmp_path, loss).make)
     chosen = [held.tuning(c, METHODS["muon"], Losses(tmp_path))[1] for c in held.cells()]
-    assert [c.setting.momentum for c in chosen if c is not None] == [0.6, 0.9]
-
-
-def test_longer_horizons_have_a_rate_of_value_output_products_of_their_own(tmp_path: Path) -> None:
-    def loss(config: RunConfig) -> float:
-        return bowl(CENTRES, vo=3 if config.training.steps == 40 else 1)(config)
-
-    held = contest(steps=(40, 400), methods=("muon",))
-    run_contest(held, tmp_path, Lab(tmp_path, loss).make)
-    chosen = [held.tuning(c, METHODS["muon"], Losses(tmp_path))[1] for c in held.cells()]
-    rates = [(c.setting.v, c.setting.o) for c in chosen if c is not None]
-    assert rates == [(CENTRES["muon"] + k,) * 2 for k in (3, 1)]
+    wanted = [(CENTRES["muon"] + k, CENTRES["muon"] + k, m) for k, m in ((3, 0.6), (1, 0.9))]
+    assert [c.setting[1:4] for c in chosen if c is not None] == wanted
 
 
 def test_longer_horizons_have_a_decay_but_for_isometries(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ A *cell* is one model, number of steps and annealing. In each, for every method 
    of value weights. Where the best rate is the first or the last of its line, the line grows by one
    rate at that end, until it is neither or has grown four times.
 2. At a longer horizon the best rates and half of them are run, and that line grows by the same
-   rule; likewise the rate of value·output products; then the momentum, and weight decay, but for
-   isometries, which have none. All else stays.
+   rule; likewise the rate of value·output products; then the momentum; and, but for isometries,
+   the decay of products, none or one of a line that grows to stronger ones. All else stays.
 3. The best setting is run on the seeds from 0 on, or from another that was chosen beforehand.
 
 What to run next follows from the losses on disk alone, so that a contest cut off anywhere goes on
@@ -373,8 +373,8 @@ class Contest:
         told: set[str] = set()
 
         def more(wanted: Callable[[Cell, Losses], list[RunConfig]], cell: Cell) -> list[RunConfig]:
-            new = {c.key: c for c in wanted(cell, losses) if losses.of(c) is None}
-            new = {key: config for key, config in new.items() if key not in told}
+            runs = (c for c in wanted(cell, losses) if c.key not in told)
+            new = {c.key: c for c in runs if losses.of(c) is None}
             told.update(new)
             return list(new.values())
 

@@ -37,8 +37,17 @@ class Loader:
         self._config = config
         self._end_of_text = end_of_text
         self._seed = seed
-        self._epoch = self._position = 0
         self._go_to(epoch=0, position=0)
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        order = _shuffled(len(self._tokens), self._seed, epoch)
+        stream = _Stream(self._tokens, order, self._end_of_text)
+        self._pass: _Documents | _Samples
+        if self._config.shuffle == "documents":
+            self._pass = _Documents(stream, self._config)
+        else:
+            self._pass = _Samples(stream, self._config, self._seed, epoch)
+        self._epoch, self._position = epoch, position
 
     def next(self) -> NDArray[np.int64]:
         """The next batch, ``(batch, context)``; a batch an epoch cannot complete is dropped."""
@@ -63,16 +72,6 @@ class Loader:
                 f"this one has {self._pass.count} training {self._config.shuffle}"
             )
         self._go_to(epoch, position)
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        order = _shuffled(len(self._tokens), self._seed, epoch)
-        stream = _Stream(self._tokens, order, self._end_of_text)
-        self._pass: _Documents | _Samples
-        if self._config.shuffle == "documents":
-            self._pass = _Documents(stream, self._config)
-        else:
-            self._pass = _Samples(stream, self._config, self._seed, epoch)
-        self._epoch, self._position = epoch, position
 
 
 class ValidationCycle:

@@ -290,7 +290,7 @@ def _decay(grids: Sequence[Grid], config: OptimizerConfig) -> float:
 
 
 def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepper:
-    left, right = _sides(grids[0], config)
+    (left, right), decay = _sides(grids[0], config), _decay(grids, config)
     by_share: dict[float, dict[int, Tensor]] = {}
     for grid in grids:
         for share, factors in ((left, grid.left), (right, grid.right)):
@@ -298,9 +298,8 @@ def _adamw(grids: Sequence[Grid], config: OptimizerConfig, graph: bool) -> Stepp
             of_share.update((id(p), p) for factor in factors for p in factor.params)
 
     def made(params: Mapping[int, Tensor], share: float) -> WideAdamW:
-        decay, masters = config.weight_decay + _decay(grids, config) / share, config.masters
-        lr = share * config.lr
-        return WideAdamW(list(params.values()), lr, decay, masters, graph, config.momentum)
+        decays, lr = config.weight_decay + decay / share, share * config.lr
+        return WideAdamW(list(params.values()), lr, decays, config.masters, graph, config.momentum)
 
     return _together([(made(params, share), share) for share, params in by_share.items()])
 

@@ -87,7 +87,7 @@ LINES: tuple[Line, ...] = (*PRODUCT_LINES, Line(_faster("o")), Line(_faster("v")
 # where nothing decays these grow by a factor of ten and more.
 UNDECAYED_LINES: tuple[Line, ...] = (
     Line(_ALL, (-1, 0)),
-    Line(_faster("v", "o"), (-1, 0)),
+    _VALUE_OUTPUT._replace(start=(-1, 0)),
     _SMOOTHER,
 )
 LONGER_LINES: tuple[Line, ...] = (*UNDECAYED_LINES, _DECAYING)
