@@ -204,13 +204,14 @@ def test_corrections(r: int) -> None:
 
 
 @in_kernels
-@pytest.mark.parametrize("guess", ["near", "identity", "nonsense"])
+@pytest.mark.parametrize("guess", ["nearer", "near", "identity", "nonsense"])
 @pytest.mark.parametrize("r", [1, 3, 16, 20, *([64] if CUDA else [])])
 def test_inverses_from_a_guess(r: int, guess: str) -> None:
     values = torch.logspace(0, -1.5, r).double()
     x = torch.stack([with_singular_values(values, r, seed) for seed in range(3)]).to(DEVICE)
     expected = torch.linalg.inv(x)
     start = {
+        "nearer": expected + 1e-6 * randn(3, r, r, seed=11).double(),
         "near": expected + 1e-2 * randn(3, r, r, seed=11).double(),
         "identity": torch.eye(r, dtype=torch.float64, device=DEVICE),
         "nonsense": 100 * randn(3, r, r, seed=12).double(),
@@ -224,7 +225,7 @@ def test_inverses_from_a_guess(r: int, guess: str) -> None:
 
 
 @in_kernels
-@pytest.mark.parametrize("size", [0.0, 1e-3, 0.5, 30.0])
+@pytest.mark.parametrize("size", [0.0, 1e-5, 3e-4, 1e-3, 0.5, 30.0])
 def test_roots(size: float) -> None:
     x = randn(3, 20, 16, seed=13).double()
     gram = torch.eye(16, device=DEVICE).double() + size * x.mT @ x / 20
@@ -304,6 +305,29 @@ def test_coordinates_of_gradients_in_dispute(share: float, monkeypatch: pytest.M
     least = (1 - 8 * EPS) * 2 * 5 * 4 * EPS * whole
     assert (one.square > least if share < 1 else one.square > 0.1 * whole).all()
     assert (torch.linalg.eigvalsh(one.xx.double()) > 0).all()
+
+
+@in_kernels
+@pytest.mark.parametrize("damping", [0.0, 0.01])
+def test_coordinates_in_short_bases(damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plain form, where a factor, or a damped one, has columns shorter than one."""
+    geometry = geometry_for("fixed-embedded", 1, 1)
+    point, vector = (
+        Pair(*(randn(3, 1, 30, 5, seed=s + k) / 30**0.5 for k in (0, 1))) for s in (51, 53)
+    )
+    point.left[1, ..., 4] = point.left[1, ..., 3]
+    frame = geometry.frame(point, damping)
+    assert frame.left.lifted.tolist() == [False, damping == 0, False]
+    found = []
+    for served in (False, True):
+        for name_of in ("serve", "serve_small"):
+            monkeypatch.setattr(kernels, name_of, lambda *x, on=served: on)
+        made = geometry.coordinates(frame, vector)
+        square = made.square[:, None, None]
+        found.append([made.left.inner, made.right.inner, made.k, made.xx, made.yy, square])
+    size = torch.stack([x.abs().amax((1, 2)) for x in found[0]]).amax(0)[:, None, None]
+    for plain, one in zip(*found, strict=True):
+        assert ((one - plain).abs() < 8 * EPS * size).all()
 
 
 @in_kernels

@@ -84,8 +84,10 @@ class FixedEmbedded(EmbeddedGeometry):
                 (c[0].square, c[1].square),
                 (one.inverse, other.inverse),
                 (one.gram, other.gram),
+                (one.lifted, other.lifted),
                 _LITTLE,
                 _rounding(a.dtype),
+                damped=frame.damping != 0,
             )
         else:
             split = _split(c, frame)

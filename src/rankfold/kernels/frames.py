@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import dot
-from .refine import launch, roots, tile, total
+from .products import change_dot, dot, half_gram, overlap
+from .refine import launch, root_changes, tile, total
 from .sizes import padded
 
 
@@ -25,17 +25,23 @@ def _finish_kernel(
     place, inside, eye = tile(r, R)
     lifted = tl.load(lifted_ptr + tl.program_id(0))
     gram = tl.load(gram_ptr + place, mask=inside, other=eye)
-    lower = tl.load(lower_ptr + place, mask=inside, other=0.0)
-    inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
+    # Registers are scarce: matrices are loaded when needed.
     if lifted:
-        tl.store(triangle_ptr + place, tl.trans(lower), mask=inside)
-        tl.store(turn_ptr + place, tl.trans(inverse), mask=inside)
         tl.store(own_ptr + place, gram, mask=inside)
+        lower = tl.load(lower_ptr + place, mask=inside, other=0.0)
+        tl.store(triangle_ptr + place, tl.trans(lower), mask=inside)
+        inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
+        tl.store(turn_ptr + place, tl.trans(inverse), mask=inside)
     else:
-        root, inverse_root = roots(gram, eye, P)
-        tl.store(triangle_ptr + place, dot(root, tl.trans(lower), P), mask=inside)
-        tl.store(turn_ptr + place, dot(tl.trans(inverse), inverse_root, P), mask=inside)
         tl.store(own_ptr + place, eye, mask=inside)
+        grow, turn = root_changes(gram, eye, P)
+        square = total(grow * grow)
+        upper = tl.trans(tl.load(lower_ptr + place, mask=inside, other=0.0))
+        upper += change_dot(grow, upper, square, P)
+        tl.store(triangle_ptr + place, upper, mask=inside)
+        upper = tl.trans(tl.load(inverse_ptr + place, mask=inside, other=0.0))
+        upper += change_dot(upper, turn, square, P)
+        tl.store(turn_ptr + place, upper, mask=inside)
 
 
 def finish(
@@ -56,42 +62,61 @@ def finish(
 
 
 @triton.jit
-def _side(cross_ptr, square_ptr, inverse_ptr, gram_ptr, inner_ptr, place, inside, P: tl.constexpr):
-    """Stores one side's inner overlap; returns UᵀC, CᵀC and XᵀX."""
+def _side(
+    cross_ptr, square_ptr, inverse_ptr, gram_ptr, inner_ptr, normal_ptr, short,
+    place, inside, eye, P: tl.constexpr,
+):  # fmt: skip
+    """Stores one side's inner overlap and XᵀX; returns UᵀC, and the traces of CᵀC and XᵀX."""
     inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
-    overlap = tl.load(cross_ptr + place, mask=inside, other=0.0)
-    overlap = dot(tl.trans(inverse), overlap, P)
-    gram = tl.load(gram_ptr + place, mask=inside, other=0.0)
-    inner = 2.0 * overlap - dot(gram, overlap, P)
-    tl.store(inner_ptr + place, inner, mask=inside)
-    within = dot(tl.trans(inner), 2.0 * overlap - dot(gram, inner, P), P)
+    cross = overlap(inverse, tl.load(cross_ptr + place, mask=inside, other=0.0), P)
+    if short:
+        # A basis that is short in places has to be projected away from twice.
+        gram = tl.load(gram_ptr + place, mask=inside, other=0.0)
+        inner = 2.0 * cross - dot(gram, cross, P)
+        tl.store(inner_ptr + place, inner, mask=inside)
+        within = 0.5 * overlap(inner, 2.0 * cross - dot(gram, inner, P), P)
+    else:
+        tl.store(inner_ptr + place, cross, mask=inside)
+        within = half_gram(cross, P)
     square = tl.load(square_ptr + place, mask=inside, other=0.0)
-    return overlap, square, square - 0.5 * (within + tl.trans(within))
+    normal = square - (within + tl.trans(within))
+    tl.store(normal_ptr + place, normal, mask=inside)
+    return cross, total(square * eye), total(normal * eye)
 
 
 @triton.jit
 def _coordinates_kernel(
     cross_a_ptr, cross_b_ptr, square_a_ptr, square_b_ptr, inverse_a_ptr, inverse_b_ptr,
-    gram_a_ptr, gram_b_ptr, inner_a_ptr, inner_b_ptr, k_ptr, xx_ptr, yy_ptr, norm_ptr, r,
-    little, rounding, R: tl.constexpr, PRECISION: tl.constexpr,
+    gram_a_ptr, gram_b_ptr, lifted_a_ptr, lifted_b_ptr, inner_a_ptr, inner_b_ptr,
+    k_ptr, xx_ptr, yy_ptr, norm_ptr, r, little, rounding,
+    DAMPED: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = PRECISION
     place, inside, eye = tile(r, R)
-    left, whole, xx = _side(
-        cross_a_ptr, square_a_ptr, inverse_a_ptr, gram_a_ptr, inner_a_ptr, place, inside, P
-    )
-    right, other, yy = _side(
-        cross_b_ptr, square_b_ptr, inverse_b_ptr, gram_b_ptr, inner_b_ptr, place, inside, P
-    )
+    short = DAMPED
+    if not DAMPED:
+        short = tl.load(lifted_a_ptr + tl.program_id(0)) | tl.load(lifted_b_ptr + tl.program_id(0))
+    left, whole, normal = _side(
+        cross_a_ptr, square_a_ptr, inverse_a_ptr, gram_a_ptr, inner_a_ptr, xx_ptr, short,
+        place, inside, eye, P,
+    )  # fmt: skip
+    right, other, across = _side(
+        cross_b_ptr, square_b_ptr, inverse_b_ptr, gram_b_ptr, inner_b_ptr, yy_ptr, short,
+        place, inside, eye, P,
+    )  # fmt: skip
     k = 0.5 * (left + tl.trans(right))
     tl.store(k_ptr + place, k, mask=inside)
-    across = total((xx + yy) * eye)
+    across += normal
     # Not tl.maximum, which would make zero of NaN.
     square = total(k * k) + tl.where(across < 0.0, 0.0, across)
-    size = total((whole + other) * eye)
-    hidden = tl.where(square < little * size, rounding * size, 0.0)
-    tl.store(xx_ptr + place, xx + hidden * eye, mask=inside)
-    tl.store(yy_ptr + place, yy + hidden * eye, mask=inside)
+    hidden = 0.0
+    if square < little * (whole + other):
+        hidden = rounding * (whole + other)
+        diagonal = tl.program_id(0).to(tl.int64) * r * r + tl.arange(0, R) * (r + 1)
+        there = tl.arange(0, R) < r
+        tl.debug_barrier()  # other threads have stored what is read
+        tl.store(xx_ptr + diagonal, tl.load(xx_ptr + diagonal, mask=there) + hidden, mask=there)
+        tl.store(yy_ptr + diagonal, tl.load(yy_ptr + diagonal, mask=there) + hidden, mask=there)
     tl.store(norm_ptr + tl.program_id(0), square + 2 * r * hidden)
 
 
@@ -100,15 +125,23 @@ def coordinates(
     squares: tuple[Tensor, Tensor],
     inverses: tuple[Tensor, Tensor],
     grams: tuple[Tensor, Tensor],
+    lifted: tuple[Tensor, Tensor],
     little: float,
     rounding: float,
+    *,
+    damped: bool,
 ) -> list[Tensor]:
-    """Inner overlaps of both sides, K, XᵀX, YᵀY (batch, r, r) and the square norm (batch,)."""
-    given = [x.contiguous() for x in (*crosses, *squares, *inverses, *grams)]
+    """Inner overlaps of both sides, K, XᵀX, YᵀY (batch, r, r) and the square norm (batch,).
+
+    ``grams`` are looked at where a side was ``lifted`` (batch,), or all are ``damped``.
+    """
+    given = [x.contiguous() for x in (*crosses, *squares, *inverses, *grams, *lifted)]
     made = [torch.empty_like(given[0]) for _ in range(5)]
     batch, r, _ = given[0].shape
     norm = given[0].new_empty(batch)
-    _coordinates_kernel[(batch,)](*given, *made, norm, r, little, rounding, **launch(r))
+    _coordinates_kernel[(batch,)](
+        *given, *made, norm, r, little, rounding, DAMPED=damped, **launch(r)
+    )
     return [*made, norm]
 
 

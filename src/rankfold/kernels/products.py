@@ -135,6 +135,17 @@ def rough(x, y, P: tl.constexpr):
 
 
 @triton.jit
+def change_dot(x, y, square, P: tl.constexpr):
+    """x y of a matrix and a change of it, the square of whose norm is given: three products of
+    tensor cores where what they leave out is rounding in the matrix."""
+    if square < 2.0**-16:
+        made = rough(x, y, P)
+    else:
+        made = dot(x, y, P)
+    return made
+
+
+@triton.jit
 def half_gram(x, P: tl.constexpr):
     """H with xᵀx = H + Hᵀ, in the precision P: of the six products four are left."""
     if P == "ieee":

@@ -58,8 +58,10 @@ def invert(m, guess, eye, P: tl.constexpr):
         error = eye - dot(m, x, P)
         size = total(error * error)
         steps += 1
-    # An error of 1e-3, cubed, is rounding.
-    x += rough(x, error + rough(error, error, P), P)
+    # An error of 1e-3, cubed, is rounding, and one of 1e-4, squared.
+    if size >= 1e-8:
+        error += rough(error, error, P)
+    x += rough(x, error, P)
     return x
 
 
@@ -98,7 +100,9 @@ def best_rank(
         earlier = distance
         # What pads a matrix has no weight in yy.
         distance = tl.sqrt(tl.maximum(total(change * (pulled - before)), 0.0))
-        inverse = invert(core + pulled, inverse, eye, P)
+        # The first one was of the core alone; a later one that nothing moves is there already.
+        if (k == 0) | (distance > 1e-7):
+            inverse = invert(core + pulled, inverse, eye, P)
         k += 1
     # As in `rank_core._still_moving`; where iterations ended early they did so at rounding.
     tl.store(unconverged_ptr, distance * tl.minimum(distance, earlier) > share * earlier)
@@ -106,28 +110,44 @@ def best_rank(
 
 
 @triton.jit
-def roots(m, eye, P: tl.constexpr):
-    """m^(1/2) and m^(-1/2) by coupled Newton–Schulz products."""
+def root_changes(m, eye, P: tl.constexpr):
+    """m^(1/2) − I and m^(-1/2) − I, by a series near I and by coupled Newton–Schulz products."""
     bound = tl.max(tl.sum(tl.abs(m), 1), 0)
     # Eigenvalues must lie below 3; close to 1 they are best left alone.
     scale = tl.where(bound < 2.5, 1.0, 2.0 / (1.0 + bound))
     root = m * scale
-    inverse = eye
     error = eye - root
     size = total(error * error)
-    steps = 0
-    while (steps < 40) & (size >= 1e-5):
-        half = eye + 0.5 * error
-        root = dot(root, half, P)
-        inverse = dot(half, inverse, P)
-        error = eye - dot(inverse, root, P)
-        size = total(error * error)
-        steps += 1
-    # (I − E)^(-1/2) up to E²; what is left out is 5/16 of the cube of 3e-3.
-    half = 0.5 * error + 0.375 * rough(error, error, P)
-    root += rough(root, half, P)
-    inverse += rough(half, inverse, P)
-    return root / tl.sqrt(scale), inverse * tl.sqrt(scale)
+    if size < 1e-5:
+        # (I − E)^(±1/2) up to E²; what is left out is 5/16 of the cube of 3e-3.
+        square = tl.zeros_like(error)
+        if size >= 1e-8:
+            square = rough(error, error, P)
+        of_root = -0.5 * error - 0.125 * square
+        of_inverse = 0.5 * error + 0.375 * square
+    else:
+        inverse = eye
+        steps = 0
+        while (steps < 40) & (size >= 1e-5):
+            half = eye + 0.5 * error
+            root = dot(root, half, P)
+            inverse = dot(half, inverse, P)
+            error = eye - dot(inverse, root, P)
+            size = total(error * error)
+            steps += 1
+        half = 0.5 * error + 0.375 * rough(error, error, P)
+        root += rough(root, half, P)
+        inverse += rough(half, inverse, P)
+        of_root = root / tl.sqrt(scale) - eye
+        of_inverse = inverse * tl.sqrt(scale) - eye
+    return of_root, of_inverse
+
+
+@triton.jit
+def roots(m, eye, P: tl.constexpr):
+    """m^(1/2) and m^(-1/2)."""
+    of_root, of_inverse = root_changes(m, eye, P)
+    return eye + of_root, eye + of_inverse
 
 
 @triton.jit

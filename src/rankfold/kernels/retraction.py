@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import dot
-from .refine import best_rank, invert, launch, of_side, roots, tile, total
+from .products import dot, overlap, rough
+from .refine import best_rank, invert, launch, of_side, root_changes, roots, tile, total
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _fixed_core_kernel(
     core = dot(r_a, tl.trans(r_b), P) + g * tl.load(k_ptr + place, mask=inside, other=0.0)
     inverse_a = tl.load(inverse_a_ptr + place, mask=inside, other=eye)
     inverse_b = tl.load(inverse_b_ptr + place, mask=inside, other=eye)
-    guess = dot(tl.trans(inverse_b), inverse_a, P)
+    guess = overlap(inverse_b, inverse_a, P)
     unconverged_ptr += member
     pulled, f, q = best_rank(
         core, xx_ptr, yy_ptr, g * g, guess, place, inside, eye, unconverged_ptr, share,
@@ -54,9 +54,9 @@ def _fixed_roots_kernel(
     g = tl.load(scale_ptr + tl.program_id(0))
     q = tl.load(of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0)
     gram = g * g * tl.load(of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
-    root, inverse = roots(eye + dot(tl.trans(q), dot(gram, q, P), P), eye, P)
-    tl.store(of_side(grow_a_ptr, grow_b_ptr) + place, root - eye, mask=inside)
-    tl.store(of_side(z_a_ptr, z_b_ptr) + place, inverse - eye, mask=inside)
+    grow, turn = root_changes(eye + overlap(q, dot(gram, q, P), P), eye, P)
+    tl.store(of_side(grow_a_ptr, grow_b_ptr) + place, grow, mask=inside)
+    tl.store(of_side(z_a_ptr, z_b_ptr) + place, turn, mask=inside)
 
 
 @triton.jit
@@ -77,12 +77,19 @@ def _fixed_share_kernel(
     inverse_b = tl.load(inverse_b_ptr + place, mask=inside, other=0.0)
     delta = dot(delta, tl.trans(inverse_b), P)
     delta = dot(tl.load(inverse_a_ptr + place, mask=inside, other=0.0), delta, P)
-    long = (total(delta * delta) <= 0.25) == 0
-    square = dot(delta, delta, P)
-    share = 0.5 * delta - 0.125 * (square - 0.5 * dot(square, delta, P))
-    share = tl.where(long, 0.0, share)
-    guess = tl.where(long, eye, eye - 0.5 * delta + 0.375 * square)
-    rest = dot(delta - share, invert(eye + share, guess, eye, P), P)
+    size = total(delta * delta)
+    long = (size <= 0.25) == 0
+    if size < 2.0**-11:
+        # What is left for the other side is the same share up to Δ⁴, which is rounding.
+        square = rough(delta, delta, P)
+        share = 0.5 * delta - 0.125 * (square - 0.5 * rough(square, delta, P))
+        rest = delta - share - rough(share, share, P)
+    else:
+        square = dot(delta, delta, P)
+        share = 0.5 * delta - 0.125 * (square - 0.5 * dot(square, delta, P))
+        share = tl.where(long, 0.0, share)
+        guess = tl.where(long, eye, eye - 0.5 * delta + 0.375 * square)
+        rest = dot(delta - share, invert(eye + share, guess, eye, P), P)
     r_a = tl.load(r_a_ptr + place, mask=inside, other=0.0)
     r_b = tl.load(r_b_ptr + place, mask=inside, other=0.0)
     left = dot(r_a, rest, P)
@@ -118,7 +125,7 @@ def _fixed_moves_kernel(
     x = g * dot(tl.load(of_side(q_ptr, f_ptr) + place, mask=inside, other=0.0), u, P)
     tl.store(of_side(x_ptr, y_ptr) + place, x, mask=inside)
     gram = tl.load(of_side(xx_ptr, yy_ptr) + place, mask=inside, other=0.0)
-    norm = tl.sqrt(total(u * u) + tl.maximum(total(x * dot(gram, x, P)), 0.0))
+    norm = tl.sqrt(total(u * u) + tl.maximum(total(x * rough(gram, x, P)), 0.0))
     tl.store(norm_ptr + tl.program_id(1) * tl.num_programs(0) + member, norm)
     change -= dot(tl.load(of_side(inner_a_ptr, inner_b_ptr) + place, mask=inside, other=0.0), x, P)
     own = tl.load(of_side(inverse_a_ptr, inverse_b_ptr) + place, mask=inside, other=0.0)
