@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ pytestmark = [
 ]
 
 HOPPER = ("cuda", 90, 32)
+ARITHMETIC = "add|sub|mul|fma|mad|div|sqrt|rcp|min|max|neg|abs|setp|selp"
 SHARED_MEMORY = 227 * 1024
 TYPES = {
     torch.float32: "*fp32",
@@ -41,10 +43,14 @@ TYPES = {
 
 
 class Compiled:
-    """What was launched: names of kernels, each compiled once for the types it was given."""
+    """What was launched: names of kernels, each compiled once for the types it was given.
+
+    Python's floats are float32 in a launch, and float64 in one that torch's compiler makes.
+    """
 
     def __init__(self) -> None:
         self.kernels: dict[Any, Any] = {}
+        self.floats = "fp32"
 
     @property
     def names(self) -> set[str]:
@@ -62,7 +68,7 @@ class Compiled:
             elif isinstance(value, Tensor):
                 types[name] = TYPES[value.dtype]
             else:
-                types[name] = "fp32" if isinstance(value, float) else "i32"
+                types[name] = self.floats if isinstance(value, float) else "i32"
             if isinstance(value, Tensor) or (types[name] == "i32" and value % 16 == 0):
                 attributes[(k,)] = [["tt.divisibility", 16]]
         key = (kernel.__name__, str(types), str(constant), str(attributes), str(named))
@@ -327,6 +333,8 @@ def written() -> set[str]:
 
 
 def test_every_kernel(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none goes on in float64, whatever the floats it is given."""
+    compiled.floats = "fp64"
     of_special_steps()
     of_small_matrices()
     moves(torch.bfloat16)
@@ -334,6 +342,9 @@ def test_every_kernel(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> No
         steps(64, monkeypatch, **told)
     steps(128, monkeypatch)
     assert compiled.names >= written()
+    for (name, *_), kernel in compiled.kernels.items():
+        wide = re.findall(rf"\b(?:{ARITHMETIC})\S*\.f64\b", kernel.asm["ptx"])
+        assert not wide, f"{name} computes in float64: {set(wide)}"
 
 
 def test_small_matrices(compiled: Compiled) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .floats import single
 from .products import change_dot, dot, half_gram, overlap
 from .refine import launch, root_changes, tile, total
 from .sizes import padded
@@ -93,6 +94,7 @@ def _coordinates_kernel(
 ):  # fmt: skip
     P: tl.constexpr = PRECISION
     place, inside, eye = tile(r, R)
+    little, rounding = single(little), single(rounding)
     short = DAMPED
     if not DAMPED:
         short = tl.load(lifted_a_ptr + tl.program_id(0)) | tl.load(lifted_b_ptr + tl.program_id(0))

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .floats import single
 from .sizes import padded
 
 
@@ -30,7 +31,7 @@ def is_near(error, member, r, limit, R: tl.constexpr):
     cols = tl.arange(0, R)[None, :]
     inside = (rows < r) & (cols < r)
     tile = tl.load(error + member * r * r + rows * r + cols, mask=inside, other=0.0)
-    return tl.sum(tl.sum(tile * tile, 1), 0) < limit
+    return tl.sum(tl.sum(tile * tile, 1), 0) < single(limit)
 
 
 def known(found: Found | None, flat: Tensor) -> tuple[Tensor, float]:

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .floats import single
 from .products import PRECISION, add_dot, add_rough, split
 from .sizes import Shape, padded, parts, schedule
 
 # Measured on an H200, up to rank 64 and above it: with one product, and with two.
 _ONE = Shape(64, 64, 4, 2)
-_TWO = Shape(64, 64, 4, 2), Shape(64, 64, 4, 1)
+_TWO, _TWO_LARGE = Shape(64, 64, 4, 2), Shape(64, 64, 4, 1)
 _SETTLE = Shape(64, 64, 4, 1)
 _MOST_COLUMNS = tl.constexpr(64)  # of rows that are multiplied at a time
 # Products good to 2⁻¹⁶ are good to float32 in a sum in which they are this small.
@@ -30,7 +31,7 @@ def _coefficients(source, first, own, r, sign, K: tl.constexpr, PRECISION: tl.co
     rows = first + tl.arange(0, K)[:, None]
     inside = (rows < r) & (own[None, :] < r)
     found = tl.load(source + rows * r + own[None, :], mask=inside, other=0.0)
-    return split((found * sign).to(tl.float32), PRECISION)
+    return split(found * sign, PRECISION)
 
 
 @triton.jit
@@ -55,6 +56,7 @@ def _combine_kernel(
     Some columns of it a program, and if asked a part of its inner product with T or itself.
     """
     K: tl.constexpr = min(R, _MOST_COLUMNS)
+    sign, weight, plus_weight = single(sign), single(weight), single(plus_weight)
     factor = tl.program_id(1).to(tl.int64)
     own = tl.program_id(0) * COLS + tl.arange(0, COLS)
     if HAS_A:
@@ -170,6 +172,7 @@ def _step_kernel(
 ):  # fmt: skip
     """weight A + scale T of one member, or weight A; and if asked the same of what that makes."""
     member = tl.program_id(0).to(tl.int64)
+    weight = single(weight)
     where = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = where < size
     where += member * size
@@ -292,7 +295,8 @@ def _combine(
     lead, (m, r) = t.shape[:-2], t.shape[-2:]
     factors, size = lead.numel(), padded(r)
     two = a is not None and isinstance(c_t, Tensor)
-    shape = (_TWO[size > 64] if two else _ONE).of(size)
+    products = _TWO_LARGE if size > 64 else _TWO
+    shape = (products if two else _ONE).of(size)
     run, shares = schedule(factors, m, shape.rows)
     columns = size // shape.columns
     sums = t.new_empty(factors, shares * columns) if inner else t

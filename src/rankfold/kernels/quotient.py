@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..together import empty_like_both
+from .floats import single
 from .products import dot
 from .refine import launch, of_side, tile, total
 from .sizes import padded
@@ -24,7 +25,7 @@ def _turns_kernel(
     """Of one side, from the inverse of the other."""
     place, inside, _ = tile(r, R)
     inverse = tl.load(of_side(inverse_b_ptr, inverse_a_ptr) + place, mask=inside, other=0.0)
-    turn = weight * dot(tl.trans(inverse), inverse, PRECISION)
+    turn = single(weight) * dot(tl.trans(inverse), inverse, PRECISION)
     tl.store(of_side(turn_a_ptr, turn_b_ptr) + place, turn, mask=inside)
 
 
@@ -100,7 +101,7 @@ def _bounded_kernel(
     moved = tl.abs(tl.load(scale_ptr + member)) * tl.sqrt_rn(tl.load(square_ptr + member))
     inverses = _size(inverse_a_ptr, place, inside) + _size(inverse_b_ptr, place, inside)
     bound = _size(triangle_a_ptr, place, inside) + _size(triangle_b_ptr, place, inside)
-    tl.store(alive_ptr + member, bound + moved * inverses <= largest)
+    tl.store(alive_ptr + member, bound + moved * inverses <= single(largest))
 
 
 def bounded(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .floats import single
 from .products import PRECISION, dot, rough
 from .sizes import padded
 
@@ -105,7 +106,8 @@ def best_rank(
             inverse = invert(core + pulled, inverse, eye, P)
         k += 1
     # As in `rank_core._still_moving`; where iterations ended early they did so at rounding.
-    tl.store(unconverged_ptr, distance * tl.minimum(distance, earlier) > share * earlier)
+    left = distance * tl.minimum(distance, earlier)
+    tl.store(unconverged_ptr, left > single(share) * earlier)
     return pulled, right, inverse
 
 

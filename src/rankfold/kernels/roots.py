@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .floats import single
 from .members import Found, flattened, is_near, known, padded_rank, room_for
 
 _WARPS = {32: 4, 64: 8, 128: 8}  # measured on an H200, at r = 64 and 128
@@ -46,10 +47,11 @@ def _inverse_sqrt_kernel(
     tile = tl.load(
         gram + member * stride + rows * row_stride + cols * col_stride, mask=inside, other=0.0
     )
+    scale = single(scale)
     if not GIVEN_SCALE:
         bound = tl.max(tl.sum(tl.abs(tile), 1))
         scale = 2.0 / (1.0 + tl.where(bound < 1.0, 1.0, bound))
-    tile = (tile * scale).to(tl.float32)
+    tile *= scale
     tl.store(root + here, tile, mask=inside)
     tl.store(half + here, (three - tile) * 0.5, mask=inside)
     tile = (three - tile) * 0.5
@@ -65,7 +67,7 @@ def _inverse_sqrt_kernel(
         tl.store(half + here, tile, mask=inside)
         tl.debug_barrier()
         tile = _product(half, out, r, R)
-    tile = (tile * tl.sqrt(scale)).to(tl.float32)
+    tile *= tl.sqrt(scale)
     tl.debug_barrier()
     tl.store(out + here, tile, mask=inside)
 

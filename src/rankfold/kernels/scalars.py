@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .floats import single
 from .sizes import parts
 
 _BLOCK = 128
@@ -26,6 +27,7 @@ def _over_root_kernel(
     there = member < members
     root = tl.sqrt_rn(tl.load(square_ptr + member, mask=there, other=1.0))
     root = tl.where(root == float("inf"), float("nan"), root)
+    least, factor = single(least), single(factor)
     root = tl.where(root < least, least, root)  # and NaN stays NaN
     if SCALED:
         factor *= tl.load(scale_ptr + member * stride, mask=there, other=0.0)
@@ -50,8 +52,8 @@ def _grown_kernel(
 ):  # fmt: skip
     member = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = member < members
-    square = share * tl.load(square_ptr + member, mask=there, other=1.0)
-    growth = tl.exp2(0.5 * power * tl.log2(square))
+    square = single(share) * tl.load(square_ptr + member, mask=there, other=1.0)
+    growth = tl.exp2(0.5 * single(power) * tl.log2(square))
     scale = tl.load(scale_ptr + member * stride, mask=there, other=0.0)
     tl.store(out_ptr + member, scale * growth, mask=there)
 
@@ -110,7 +112,7 @@ def _within_kernel(
     there = member < members
     left = _largest(left_ptr, member, there, i, BLOCK)
     right = _largest(right_ptr, member, there, j, BLOCK)
-    tl.store(alive_ptr + member, left + right <= largest, mask=there)
+    tl.store(alive_ptr + member, left + right <= single(largest), mask=there)
 
 
 def within(left: Tensor, right: Tensor, largest: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..tall import Grams
 from ..together import empty_like_both
+from .floats import single
 from .products import dot
 from .refine import launch, roots, tile
 from .sizes import padded
@@ -39,6 +40,8 @@ def _corrections_kernel(
     R: tl.constexpr,
 ):  # fmt: skip
     """One program a member: totals over its blocks first, then every block's correction."""
+    l_sym, l_skew, l_own, l_other = single(l_sym), single(l_skew), single(l_own), single(l_other)
+    r_sym, r_skew, r_own, r_other = single(r_sym), single(r_skew), single(r_own), single(r_other)
     member = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, R)[:, None]
     cols = tl.arange(0, R)[None, :]
@@ -54,12 +57,12 @@ def _corrections_kernel(
     for k in range(i):
         x = tl.load(left_ptr + k * r * r + square, mask=inside, other=0.0)
         out = (x - _skew(x)) * l_sym + _skew(x) * l_skew + common
-        tl.store(left_out + k * r * r + square, out.to(tl.float32), mask=inside)
+        tl.store(left_out + k * r * r + square, out, mask=inside)
     common = right * r_own + left * r_other
     for k in range(j):
         x = tl.load(right_ptr + k * r * r + square, mask=inside, other=0.0)
         out = (x - _skew(x)) * r_sym + _skew(x) * r_skew + common
-        tl.store(right_out + k * r * r + square, out.to(tl.float32), mask=inside)
+        tl.store(right_out + k * r * r + square, out, mask=inside)
 
 
 @triton.jit
@@ -126,6 +129,7 @@ def _length_kernel(
 ):  # fmt: skip
     member = tl.program_id(0).to(tl.int64)
     left, right = member * i * r * r, member * j * r * r
+    inner = single(inner)
     length = j * _side_square(l_square + left, l_cross + left, i, r, inner, INNER, R)
     length += i * _side_square(r_square + right, r_cross + right, j, r, inner, INNER, R)
     # Not tl.maximum, which would make zero of NaN.

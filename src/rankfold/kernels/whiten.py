@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..linalg import least_norm
+from .floats import single
 from .products import dot
 from .refine import launch, tile, total
 from .sizes import padded
@@ -55,7 +56,7 @@ def _inverse_root_kernel(
     scale = tl.load(scale_ptr + tl.program_id(0))
     # What pads a matrix is 1 after this, and stays.
     gram = tl.load(gram_ptr + place, mask=inside, other=eye * scale) / scale
-    inverse = _root(_ridged(gram, smallest, eye), eye, low, steps, PRECISION)
+    inverse = _root(_ridged(gram, single(smallest), eye), eye, single(low), steps, PRECISION)
     tl.store(out_ptr + place, inverse / tl.sqrt(scale), mask=inside)
 
 
@@ -72,6 +73,10 @@ def _even_kernel(
     Bounds are taken by comparisons, which let NaN through: it is what stops its member.
     """
     P: tl.constexpr = PRECISION
+    floor, smallest, part = single(floor), single(smallest), single(part)
+    least_square, ridge, low = single(least_square), single(ridge), single(low)
+    roots_ridge, largest = single(roots_ridge), single(largest)
+    low_1, low_2, low_3 = single(low_1), single(low_2), single(low_3)
     place, inside, eye = tile(r, R)
     factor = tl.program_id(0)
     member = factor // blocks
@@ -185,6 +190,7 @@ def _of_square_kernel(
     place, inside, _ = tile(r, R)
     factor = tl.program_id(0)
     now = tl.load(now_ptr + factor)
+    least = single(least)
     ratio = tl.div_rn(tl.load(square_ptr + factor), tl.where(now < least, least, now))
     if MASKED:
         ratio = tl.where(tl.load(chosen_ptr + factor // blocks % members), ratio, 1.0)
@@ -215,6 +221,7 @@ def _balanced_kernel(
 ):  # fmt: skip
     """One factor a program: the largest of its rows, and then all of them by that."""
     factor = tl.program_id(0).to(tl.int64)
+    balance, smallest, least = single(balance), single(smallest), single(least)
     x_ptr += factor * m * r
     out_ptr += factor * m * r
     cols = tl.arange(0, R)[None, :]
