@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from rankfold.lab import records
 from rankfold.lab.config import DEFAULTS, RunConfig
 from rankfold.lab.contest import METHODS, TUNING_SEED, Cell, Contest, Losses
+from rankfold.lab.records import Curve
 from rankfold.lab.statistics import paired
 from rankfold.lab.tuning import Setting
 
@@ -158,28 +160,53 @@ def test_the_lead_goes_on_samples() -> None:
     assert {step: lead[step] for step in told} == told
 
 
-def test_where_the_contest_on_samples_is(script: ModuleType, losses: Losses) -> None:
-    """Tuned at 1,000 steps; at 10,000 momentum and decay are left, and a rate of Muon's."""
-    for steps, tuned in (
-        (1000, {"muon": (-8, -6, -6, 0.8), OURS: (-7, -5, -5, 0.8)}),
-        (10000, {"muon": (-9, -7, -7, 0.8), OURS: (-7, -6, -6, 0.8)}),
-    ):
-        held = contest(script, steps, models=("gqa",), shuffle="samples")
+def test_the_lead_of_the_finals_on_samples() -> None:
+    rows = {int(row["step"]): row for row in of_samples("finals")}
+    assert len(rows) == 50
+    told = {1000: 0.016, 3000: 0.013, 6000: -0.008, 10000: -0.015}
+    assert {step: round(float(rows[step]["lead"]), 3) for step in told} == told
+    assert [round(float(rows[step]["muon"]), 1) for step in (3000, 6000)] == [5.0, 4.5]
+    errors = [
+        statistics.mean(float(rows[k]["error"]) for k in steps)
+        for steps in (range(1000, 3001, 200), range(6000, 10001, 200))
+    ]
+    assert errors[1] > 1.5 * errors[0]
+
+
+# What the rule finds on samples; a decay is one of the highest rate's products to e^(-2^decay).
+ON_SAMPLES = {
+    1000: {"muon": Setting(-8, -6, -6, 0.8), OURS: Setting(-7, -5, -5, 0.8)},
+    10000: {"muon": Setting(-9, -7, -7, 0.9, 3), OURS: Setting(-7, -6, -6, 0.8, 2)},
+}
+
+
+@pytest.mark.parametrize("steps", ON_SAMPLES)
+def test_tuning_on_samples(steps: int, script: ModuleType, losses: Losses) -> None:
+    held = contest(script, steps, models=("gqa",), shuffle="samples")
+    (cell,) = held.cells()
+    for name, best in ON_SAMPLES[steps].items():
+        _, choice = held.tuning(cell, METHODS[name], losses)
+        assert choice is not None
+        assert (choice.setting, choice.interior) == (best, True)
+
+
+def test_the_lines_of_the_last_horizon_on_samples(script: ModuleType, losses: Losses) -> None:
+    """Of momentum, decay, and the rate that looks had left."""
+    held = contest(script, 10000, models=("gqa",), shuffle="samples")
+    assert loss_at(held, losses, "muon", Setting(-9, -6, -6, 0.8)) == 4.396
+    told = {
+        "muon": ([4.475, 4.367, 4.416], [4.352, 4.336, 4.371]),
+        OURS: ([4.445, 4.387, 4.701], [4.337, 4.350, 4.361]),
+    }
+    for name, (momenta, decays) in told.items():
+        best = ON_SAMPLES[10000][name]
+        plain = best._replace(decay=None)
+        tried = [plain._replace(momentum=momentum) for momentum in (0.6, 0.9, 0.95)]
+        assert [loss_at(held, losses, name, setting) for setting in tried] == momenta
+        tried = [best._replace(decay=decay) for decay in (2, 3, 4)]
         (cell,) = held.cells()
-        for name, best in tuned.items():
-            runs, choice = held.tuning(cell, METHODS[name], losses)
-            if steps == 1000:
-                assert choice is not None
-                assert (choice.setting, choice.interior) == (Setting(*best), True)
-                continue
-            assert choice is None
-            missing = [run.key for run in runs if losses.of(run) is None]
-            qk, v, o, _ = best
-            left = [(qk, v + 1, o + 1, 0.8)]
-            if name == OURS:
-                left = [(qk, v, o, momentum) for momentum in (0.6, 0.9, 0.95)]
-            wanted = [held.config(cell, METHODS[name], Setting(*s), 100).key for s in left]
-            assert missing == wanted
+        runs = [held.config(cell, METHODS[name], setting, TUNING_SEED) for setting in tried]
+        assert [round(losses.of(run) or 0, 3) for run in runs] == decays
 
 
 # What docs/contest.md has of longer runs that were tuned by the rule of that time: one rate for
@@ -208,15 +235,24 @@ def test_tuning_of_long_runs_with_grouped_queries(script: ModuleType, losses: Lo
 
 
 @pytest.mark.parametrize(
-    ("first", "muon", "ours", "difference"),
+    ("shuffle", "first", "muon", "ours", "difference"),
     [
         (
+            "samples",
+            0,
+            [4.324, 4.360, 4.326, 4.323, 4.350, 4.341, 4.359, 4.375],
+            [4.352, 4.357, 4.346, 4.369, 4.371, 4.350, 4.335, 4.384],
+            [0.0132, -0.0044, 0.0308, 0.1191],
+        ),
+        (
+            "documents",
             0,
             [4.581, 4.554, 4.541, 4.525, 4.531, 4.563, 4.555, 4.538],
             [4.518, 4.562, 4.489, 4.500, 4.530, 4.505, 4.494, 4.524],
             [-0.0334, -0.0574, -0.0093, 0.0135],
         ),
         (
+            "documents",
             8,
             [4.538, 4.531, 4.528, 4.525, 4.543, 4.530, 4.527, 4.529, 4.507, 4.520, 4.535, 4.514],
             [4.497, 4.491, 4.513, 4.496, 4.523, 4.535, 4.511, 4.525, 4.558, 4.511, 4.530, 4.515],
@@ -227,16 +263,18 @@ def test_tuning_of_long_runs_with_grouped_queries(script: ModuleType, losses: Lo
 def test_long_runs_with_grouped_queries(
     script: ModuleType,
     losses: Losses,
+    shuffle: str,
     first: int,
     muon: list[float],
     ours: list[float],
     difference: list[float],
 ) -> None:
-    """Both comparisons of 10,000 steps, as README and docs have them."""
+    """The comparisons of 10,000 steps, as README and docs have them."""
     cell, by_seed = Cell("gqa", 10000, "linear"), []
+    tuned = LONG if shuffle == "documents" else ON_SAMPLES[10000]
     for name, wanted in (("muon", muon), ("fixed-quotient-tilted-vo", ours)):
-        held = contest(script, 10000, len(wanted), first)
-        finals = [held.config(cell, METHODS[name], LONG[name], s) for s in held.final_seeds]
+        held = contest(script, 10000, len(wanted), first, shuffle=shuffle)
+        finals = [held.config(cell, METHODS[name], tuned[name], s) for s in held.final_seeds]
         ended = [value for value in map(losses.of, finals) if value is not None]
         assert [round(value, 3) for value in ended] == wanted
         by_seed.append(ended)
@@ -370,6 +408,31 @@ def test_runs_of_other_texts_are_not_published(
         with pytest.raises(ValueError, match=told):
             publisher.publish(tmp_path / option, table)
         assert table.read_bytes() == script.RUNS.read_bytes()
+
+
+def test_how_far_one_is_ahead_is_paired_by_seed() -> None:
+    """Means of windows, over seeds that both have."""
+    script = contest_script("lead")
+    runs = [
+        SimpleNamespace(
+            validation=Curve([50, 100, 150], [3.0 + seed, 1.0 + seed, loss]),
+            config={"training": {"seed": seed}},
+        )
+        for seed, loss in ((0, 0.5), (1, 0.7), (2, 9.0))
+    ]
+    found = script.curves(runs, 100)
+    assert found[0] == {100: 2.0, 200: 0.5}
+    ours = {
+        seed: {step: loss - 0.1 * (seed + 1) for step, loss in found[seed].items()}
+        for seed in (0, 1)
+    }
+    (one, other) = script.leads(found, ours)
+    assert one == pytest.approx((100, 2.5, 2.35, 0.15, 0.05))
+    assert other == pytest.approx((200, 0.6, 0.45, 0.15, 0.05))
+    with pytest.raises(
+        ValueError, match=r"two seeds of both methods are needed, and there are \[1\]"
+    ):
+        script.leads(found, {1: ours[1], 7: ours[0]})
 
 
 def test_docs_name_every_method() -> None:

@@ -1,0 +1,95 @@
+"""How far a method is ahead of Muon in the course of a contest's final runs: a table and a picture.
+
+    python benchmarks/contest/lead.py comparison/runs --ours fixed-quotient \
+        --output benchmarks/contest/samples-finals
+
+Validation losses, means over windows of steps, paired by seed: of all runs below a folder that are
+no tuning, ours and Muon's. Writes OUTPUT.csv and OUTPUT.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from rankfold.lab import records
+from rankfold.lab.contest import TUNING_SEED
+from rankfold.lab.tables import write_csv
+
+_COLUMNS = ("step", "muon", "ours", "lead", "error")
+# Losses by the end of a window of steps, for each seed.
+Curves = dict[int, dict[int, float]]
+
+
+def curves(runs: list[records.Run], window: int) -> Curves:
+    """Mean losses of each run."""
+    found: Curves = {}
+    for run in runs:
+        windows = defaultdict(list)
+        for step, loss in zip(run.validation.steps, run.validation.values, strict=True):
+            windows[-(-step // window) * window].append(loss)
+        seed = run.config["training"]["seed"]
+        found[seed] = {step: statistics.mean(losses) for step, losses in windows.items()}
+    return found
+
+
+def leads(muon: Curves, ours: Curves) -> list[tuple[float, ...]]:
+    """By step: the mean losses of both, how far ours is below, and the standard error of that."""
+    seeds = sorted(muon.keys() & ours.keys())
+    if len(seeds) < 2:
+        raise ValueError(f"two seeds of both methods are needed, and there are {seeds}")
+    rows = []
+    for step in sorted(set.intersection(*(set(c[s]) for c in (muon, ours) for s in seeds))):
+        below = [muon[seed][step] - ours[seed][step] for seed in seeds]
+        means = (statistics.mean(c[seed][step] for seed in seeds) for c in (muon, ours))
+        error = statistics.stdev(below) / len(seeds) ** 0.5
+        rows.append((step, *means, statistics.mean(below), error))
+    return rows
+
+
+def draw(rows: list[tuple[float, ...]], path: Path) -> None:
+    """The lead with an error to either side."""
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axis = figure.subplots()
+    steps, _, _, lead, error = zip(*rows, strict=True)
+    low, high = ([x + sign * e for x, e in zip(lead, error, strict=True)] for sign in (-1, 1))
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.fill_between(steps, low, high, alpha=0.25, linewidth=0)
+    axis.plot(steps, lead)
+    axis.set(xlabel="step", ylabel="validation loss of Muon less ours")
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Read the runs, write table and picture."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("root", type=Path, help="folder of the runs, OUTPUT/runs of a contest")
+    parser.add_argument("--ours", required=True, help="optimizer.name of ours")
+    parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--shuffle", default="samples")
+    parser.add_argument("--window", type=int, default=200)
+    parser.add_argument("--output", type=Path, required=True, help="path without an ending")
+    given = parser.parse_args()
+
+    def finals(name: str) -> Curves:
+        wanted = {"steps": given.steps, "shuffle": given.shuffle, "name": name}
+        found = []
+        for run in records.read_runs(given.root):
+            told = {name: value for group in run.config.values() for name, value in group.items()}
+            whole = run.status == "finished" and told["seed"] != TUNING_SEED
+            if whole and wanted.items() <= told.items():
+                found.append(run)
+        return curves(found, given.window)
+
+    rows = leads(finals("muon"), finals(given.ours))
+    shown = [[row[0], *(f"{x:.4f}" for x in row[1:])] for row in rows]
+    write_csv(given.output.with_suffix(".csv"), [_COLUMNS, *shown])
+    draw(rows, given.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
