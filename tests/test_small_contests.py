@@ -66,3 +66,17 @@ def test_the_small_model_on_samples_is_what_docs_say() -> None:
     found = paired([a - b for a, b in zip(ours, theirs, strict=True)])
     sizes = (f"{'+' if x > 0 else '−'}{abs(x):.4f}" for x in (found.mean, found.low, found.high))
     assert "{}, 95% interval {} to {}, ".format(*sizes) + f"p = {found.p:.2g} |" in text
+
+
+def test_the_overview_says_what_the_rest_says() -> None:
+    """Each difference with its interval stands below again, where other tests hold it."""
+    text = (ROOT / "docs/contest.md").read_text(encoding="utf-8")
+    start = text.index("What has been run to its end")
+    table, rest = text[start:].split("Not run to their end", 1)
+    rows = [[cell.strip() for cell in line.split("|")[3:6]] for line in table.splitlines()[4:]]
+    rows = [row for row in rows if len(row) == 3]
+    assert len(rows) == 8
+    for difference, interval, p in rows:
+        said = [x for x in rest.splitlines() if difference in x and f"p = {p}" in x]
+        assert said or f"{difference}**, p = {p}" in rest, difference
+        assert interval in rest
