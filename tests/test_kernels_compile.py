@@ -332,6 +332,11 @@ def written() -> set[str]:
     }
 
 
+def test_special_steps(compiled: Compiled) -> None:
+    of_special_steps()
+    assert {"_balanced_kernel", "_of_square_kernel", "_grown_kernel"} <= compiled.names
+
+
 def test_every_kernel(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none goes on in float64, whatever the floats it is given."""
     compiled.floats = "fp64"

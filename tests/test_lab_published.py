@@ -433,6 +433,8 @@ def test_how_far_one_is_ahead_is_paired_by_seed() -> None:
         ValueError, match=r"two seeds of both methods are needed, and there are \[1\]"
     ):
         script.leads(found, {1: ours[1], 7: ours[0]})
+    with pytest.raises(ValueError, match="two runs have seed 2: give a folder of one model"):
+        script.curves([*runs, runs[2]], 100)
 
 
 def test_docs_name_every_method() -> None:

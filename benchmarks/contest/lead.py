@@ -26,13 +26,15 @@ Curves = dict[int, dict[int, float]]
 
 
 def curves(runs: list[records.Run], window: int) -> Curves:
-    """Mean losses of each run."""
+    """Mean losses of each run; raises where two have one seed, and so other settings."""
     found: Curves = {}
     for run in runs:
         windows = defaultdict(list)
         for step, loss in zip(run.validation.steps, run.validation.values, strict=True):
             windows[-(-step // window) * window].append(loss)
         seed = run.config["training"]["seed"]
+        if seed in found:
+            raise ValueError(f"two runs have seed {seed}: give a folder of one model and setting")
         found[seed] = {step: statistics.mean(losses) for step, losses in windows.items()}
     return found
 
@@ -75,15 +77,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="path without an ending")
     given = parser.parse_args()
 
+    ended = [run for run in records.read_runs(given.root) if run.status == "finished"]
+    asked = (given.steps, given.shuffle)
+
     def finals(name: str) -> Curves:
-        wanted = {"steps": given.steps, "shuffle": given.shuffle, "name": name}
-        found = []
-        for run in records.read_runs(given.root):
-            told = {name: value for group in run.config.values() for name, value in group.items()}
-            whole = run.status == "finished" and told["seed"] != TUNING_SEED
-            if whole and wanted.items() <= told.items():
-                found.append(run)
-        return curves(found, given.window)
+        told = ("training.steps", "data.shuffle", "optimizer.name")
+        found = [run for run in ended if (*asked, name) == tuple(map(run.option, told))]
+        kept = [run for run in found if run.option("training.seed") != TUNING_SEED]
+        return curves(kept, given.window)
 
     rows = leads(finals("muon"), finals(given.ours))
     shown = [[row[0], *(f"{x:.4f}" for x in row[1:])] for row in rows]

@@ -69,20 +69,20 @@ def _side(
 ):  # fmt: skip
     """Stores one side's inner overlap and XᵀX; returns UᵀC, and the traces of CᵀC and XᵀX."""
     inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
-    cross = overlap(inverse, tl.load(cross_ptr + place, mask=inside, other=0.0), P)
+    along = overlap(inverse, tl.load(cross_ptr + place, mask=inside, other=0.0), P)
     if short:
         # A basis that is short in places has to be projected away from twice.
         gram = tl.load(gram_ptr + place, mask=inside, other=0.0)
-        inner = 2.0 * cross - dot(gram, cross, P)
+        inner = 2.0 * along - dot(gram, along, P)
         tl.store(inner_ptr + place, inner, mask=inside)
-        within = 0.5 * overlap(inner, 2.0 * cross - dot(gram, inner, P), P)
+        within = 0.5 * overlap(inner, 2.0 * along - dot(gram, inner, P), P)
     else:
-        tl.store(inner_ptr + place, cross, mask=inside)
-        within = half_gram(cross, P)
+        tl.store(inner_ptr + place, along, mask=inside)
+        within = half_gram(along, P)
     square = tl.load(square_ptr + place, mask=inside, other=0.0)
     normal = square - (within + tl.trans(within))
     tl.store(normal_ptr + place, normal, mask=inside)
-    return cross, total(square * eye), total(normal * eye)
+    return along, total(square * eye), total(normal * eye)
 
 
 @triton.jit
@@ -98,22 +98,22 @@ def _coordinates_kernel(
     short = DAMPED
     if not DAMPED:
         short = tl.load(lifted_a_ptr + tl.program_id(0)) | tl.load(lifted_b_ptr + tl.program_id(0))
-    left, whole, normal = _side(
+    left, trace_c, trace_x = _side(
         cross_a_ptr, square_a_ptr, inverse_a_ptr, gram_a_ptr, inner_a_ptr, xx_ptr, short,
         place, inside, eye, P,
     )  # fmt: skip
-    right, other, across = _side(
+    right, trace_d, trace_y = _side(
         cross_b_ptr, square_b_ptr, inverse_b_ptr, gram_b_ptr, inner_b_ptr, yy_ptr, short,
         place, inside, eye, P,
     )  # fmt: skip
     k = 0.5 * (left + tl.trans(right))
     tl.store(k_ptr + place, k, mask=inside)
-    across += normal
+    across = trace_x + trace_y
     # Not tl.maximum, which would make zero of NaN.
     square = total(k * k) + tl.where(across < 0.0, 0.0, across)
     hidden = 0.0
-    if square < little * (whole + other):
-        hidden = rounding * (whole + other)
+    if square < little * (trace_c + trace_d):
+        hidden = rounding * (trace_c + trace_d)
         diagonal = tl.program_id(0).to(tl.int64) * r * r + tl.arange(0, R) * (r + 1)
         there = tl.arange(0, R) < r
         tl.debug_barrier()  # other threads have stored what is read

@@ -16,7 +16,7 @@ from .floats import single
 from .products import PRECISION, add_dot, add_rough, split
 from .sizes import Shape, padded, parts, schedule
 
-# Measured on an H200, up to rank 64 and above it: with one product, and with two.
+# Measured on an H200: with one product, and with two, up to rank 64 and above it.
 _ONE = Shape(64, 64, 4, 2)
 _TWO, _TWO_LARGE = Shape(64, 64, 4, 2), Shape(64, 64, 4, 1)
 _SETTLE = Shape(64, 64, 4, 1)

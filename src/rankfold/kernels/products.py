@@ -136,8 +136,10 @@ def rough(x, y, P: tl.constexpr):
 
 @triton.jit
 def change_dot(x, y, square, P: tl.constexpr):
-    """x y of a matrix and a change of it, the square of whose norm is given: three products of
-    tensor cores where what they leave out is rounding in the matrix."""
+    """x y of a matrix and a change of it, of about the square norm that is given.
+
+    Three products of tensor cores where what they leave out is rounding in the matrix.
+    """
     if square < 2.0**-16:
         made = rough(x, y, P)
     else:

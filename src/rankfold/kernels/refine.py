@@ -101,7 +101,7 @@ def best_rank(
         earlier = distance
         # What pads a matrix has no weight in yy.
         distance = tl.sqrt(tl.maximum(total(change * (pulled - before)), 0.0))
-        # The first one was of the core alone; a later one that nothing moves is there already.
+        # The first one was of the core alone; a later one of what hardly moves is good to 1e-7.
         if (k == 0) | (distance > 1e-7):
             inverse = invert(core + pulled, inverse, eye, P)
         k += 1
@@ -112,8 +112,9 @@ def best_rank(
 
 
 @triton.jit
-def root_changes(m, eye, P: tl.constexpr):
-    """m^(1/2) − I and m^(-1/2) − I, by a series near I and by coupled Newton–Schulz products."""
+def _roots(m, eye, LESS_ONE: tl.constexpr, P: tl.constexpr):
+    """m^(1/2) and m^(-1/2), or both less I, as they are made: what is small beside I stays exact,
+    and so does what is small far from it."""
     bound = tl.max(tl.sum(tl.abs(m), 1), 0)
     # Eigenvalues must lie below 3; close to 1 they are best left alone.
     scale = tl.where(bound < 2.5, 1.0, 2.0 / (1.0 + bound))
@@ -121,12 +122,16 @@ def root_changes(m, eye, P: tl.constexpr):
     error = eye - root
     size = total(error * error)
     if size < 1e-5:
-        # (I − E)^(±1/2) up to E²; what is left out is 5/16 of the cube of 3e-3.
+        # Not scaled, which leaves a row sum above 10/7. The series of (I − E)^(±1/2) up to E²;
+        # what is left out is 5/16 of the cube of 3e-3.
         square = tl.zeros_like(error)
         if size >= 1e-8:
             square = rough(error, error, P)
-        of_root = -0.5 * error - 0.125 * square
-        of_inverse = 0.5 * error + 0.375 * square
+        root = -0.5 * error - 0.125 * square
+        inverse = 0.5 * error + 0.375 * square
+        if not LESS_ONE:
+            root += eye
+            inverse += eye
     else:
         inverse = eye
         steps = 0
@@ -138,18 +143,26 @@ def root_changes(m, eye, P: tl.constexpr):
             size = total(error * error)
             steps += 1
         half = 0.5 * error + 0.375 * rough(error, error, P)
-        root += rough(root, half, P)
-        inverse += rough(half, inverse, P)
-        of_root = root / tl.sqrt(scale) - eye
-        of_inverse = inverse * tl.sqrt(scale) - eye
-    return of_root, of_inverse
+        root = (root + rough(root, half, P)) / tl.sqrt(scale)
+        inverse = (inverse + rough(half, inverse, P)) * tl.sqrt(scale)
+        if LESS_ONE:
+            root -= eye
+            inverse -= eye
+    return root, inverse
+
+
+@triton.jit
+def root_changes(m, eye, P: tl.constexpr):
+    """m^(1/2) − I and m^(-1/2) − I."""
+    root, inverse = _roots(m, eye, True, P)
+    return root, inverse
 
 
 @triton.jit
 def roots(m, eye, P: tl.constexpr):
-    """m^(1/2) and m^(-1/2)."""
-    of_root, of_inverse = root_changes(m, eye, P)
-    return eye + of_root, eye + of_inverse
+    """m^(1/2) and m^(-1/2), by a series near I and by coupled Newton–Schulz products."""
+    root, inverse = _roots(m, eye, False, P)
+    return root, inverse
 
 
 @triton.jit

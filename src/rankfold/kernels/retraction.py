@@ -80,7 +80,7 @@ def _fixed_share_kernel(
     size = total(delta * delta)
     long = (size <= 0.25) == 0
     if size < 2.0**-11:
-        # What is left for the other side is the same share up to Δ⁴, which is rounding.
+        # (Δ − H)(I + H)⁻¹ is Δ − H − H² up to 5/128 Δ⁵.
         square = rough(delta, delta, P)
         share = 0.5 * delta - 0.125 * (square - 0.5 * rough(square, delta, P))
         rest = delta - share - rough(share, share, P)
@@ -220,12 +220,13 @@ def _isometry_moves_kernel(
     gram = dot(gram - dot(tl.trans(inner_b), inner_b + missing, P), f, P)
     cross = dot(missing, f, P)
     gram = own + dot(tl.trans(f), gram, P) + cross + tl.trans(cross)
-    _, v = roots(gram, eye, P)
+    _, turn = root_changes(gram, eye, P)
+    v = eye + turn
     norm = tl.sqrt(total(tl.where(inside, v * dot(gram, v, P), 0.0)))
     y = dot(f, v, P)
     tl.store(v_ptr + place, v, mask=inside)
     tl.store(y_ptr + place, g * y, mask=inside)
-    tl.store(to_b_ptr + place, v - eye - dot(inner_b, y, P), mask=inside)
+    tl.store(to_b_ptr + place, turn - dot(inner_b, y, P), mask=inside)
 
     inner_a = g * tl.load(inner_a_ptr + place, mask=inside, other=0.0)
     own = tl.load(own_u_ptr + place, mask=inside, other=eye)

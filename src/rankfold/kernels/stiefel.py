@@ -16,7 +16,7 @@ from ..tall import Grams
 from ..together import empty_like_both
 from .floats import single
 from .products import dot
-from .refine import launch, roots, tile
+from .refine import launch, root_changes, tile
 from .sizes import padded
 
 
@@ -82,11 +82,12 @@ def _landing_kernel(
     cross -= dot(off, cross, PRECISION)
     gram += cross + tl.trans(cross)
     gram += g * g * tl.load(square_ptr + place, mask=inside, other=0.0)
-    _, scaling = roots(gram, eye, PRECISION)
+    _, turn = root_changes(gram, eye, PRECISION)
+    scaling = eye + turn
     product = dot(gram, scaling, PRECISION) * scaling
     tl.store(norm_ptr + block, tl.sqrt(tl.sum(tl.sum(tl.where(inside, product, 0.0), 1), 0)))
     tl.store(share_ptr + place, g * scaling, mask=inside)
-    change = scaling - eye - dot(off, scaling, PRECISION)
+    change = turn - dot(off, scaling, PRECISION)
     tl.store(change_ptr + place, change, mask=inside)
 
 
