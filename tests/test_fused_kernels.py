@@ -225,7 +225,7 @@ def test_inverses_from_a_guess(r: int, guess: str) -> None:
 
 
 @in_kernels
-@pytest.mark.parametrize("size", [0.0, 1e-5, 3e-4, 5.5e-4, 1e-3, 0.5, 30.0, 1e3, 1e6])
+@pytest.mark.parametrize("size", [0.0, 1e-5, 3e-4, 5.2e-4, 1e-3, 0.5, 30.0, 1e3, 1e6])
 def test_roots(size: float) -> None:
     """Near the identity, where a series does, at its end, and far from it."""
     x = randn(3, 20, 16, seed=13).double()
@@ -236,7 +236,7 @@ def test_roots(size: float) -> None:
     for found, power in ((root, 0.5), (inverse, -0.5)):
         exact = (vectors * values[:, None] ** power) @ vectors.mT
         # As good as rounding that of the matrix makes it, but for a few products.
-        assert error(found[:, None], exact[:, None]) < (2 if size < 1e-3 else 30) * EPS
+        assert error(found[:, None], exact[:, None]) < (0.75 if size < 1e-3 else 30) * EPS
     assert error((root.double() @ root.double())[:, None], gram[:, None]) < 30 * EPS
     whole = inverse.double() @ gram @ inverse.double()
     assert (whole - torch.eye(16, device=DEVICE)).abs().max() < 30 * EPS * (1 + size) ** 0.5
@@ -338,6 +338,25 @@ def test_coordinates_in_short_bases(damping: float, monkeypatch: pytest.MonkeyPa
     for plain, one in zip(*found, strict=True):
         # Rounding is larger by as much as the short column was stretched.
         assert error(one[:, None], plain[:, None].double()) < (20 if damping else 2e3) * EPS
+
+
+@in_kernels
+@pytest.mark.parametrize("lr", [1e-3, 0.021, 0.3])
+def test_a_step_within_the_column_spaces(lr: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W + Ξ is of rank r then, and where the step ends; all of Ξ is one singular direction."""
+    for name_of in ("serve", "serve_small"):
+        monkeypatch.setattr(kernels, name_of, lambda *x: True)
+    geometry = geometry_for("fixed-embedded", 1, 1)
+    point = Pair(*(torch.linalg.qr(randn(3, 1, 30, 5, seed=s)).Q for s in (61, 62)))
+    left, right = (x[..., :1] for x in point)
+    frame = geometry.frame(point)
+    vector = Pair(left @ (right.mT @ point.right), right @ (left.mT @ point.left))
+    coords = geometry.coordinates(frame, vector)
+    scale = torch.full((3,), lr, device=DEVICE)
+    landing = geometry.retract(frame, coords, scale, options("svd", lr))
+    step = lr * left.double() @ right.double().mT
+    exact = product(point).double() + step.flatten(0, 1)
+    assert (torch.linalg.matrix_norm(product(landing.point).double() - exact) < 8 * EPS).all()
 
 
 @in_kernels
