@@ -173,6 +173,15 @@ def test_the_lead_of_the_finals_on_samples() -> None:
     assert errors[1] > 1.5 * errors[0]
 
 
+def test_where_runs_on_samples_end_is_settled_early() -> None:
+    rows = of_samples("finals-level")
+    steps, losses = ([float(row[name]) for row in rows] for name in ("step", "loss"))
+    text = (ROOT / "docs/contest.md").read_text(encoding="utf-8")
+    told = f"below 4.9, {min(steps):,.0f} to\n{max(steps):,.0f}, has a correlation of "
+    assert f"{told}{statistics.correlation(steps, losses):.2f} with the loss at the end" in text
+    assert len(rows) == 16
+
+
 # What the rule finds on samples; a decay is one of the highest rate's products to e^(-2^decay).
 ON_SAMPLES = {
     1000: {"muon": Setting(-8, -6, -6, 0.8), OURS: Setting(-7, -5, -5, 0.8)},
@@ -433,6 +442,11 @@ def test_how_far_one_is_ahead_is_paired_by_seed() -> None:
         ValueError, match=r"two seeds of both methods are needed, and there are \[1\]"
     ):
         script.leads(found, {1: ours[1], 7: ours[0]})
+    assert [script.passing({100: 2.0, 200: 0.5}, x) for x in (3.0, 1.25, 0.5)] == [
+        100,
+        150,
+        pytest.approx(math.nan, nan_ok=True),
+    ]
     with pytest.raises(ValueError, match="two runs have seed 2: give a folder of one model"):
         script.curves([*runs, runs[2]], 100)
 

@@ -4,12 +4,14 @@
         --output benchmarks/contest/samples-finals
 
 Validation losses, means over windows of steps, paired by seed: of all runs below a folder that are
-no tuning, ours and Muon's. Writes OUTPUT.csv and OUTPUT.png.
+no tuning, ours and Muon's. Writes OUTPUT.csv and OUTPUT.png; with a ``--level``, OUTPUT-level.csv
+too: when each run falls below that loss, beside where it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -53,6 +55,18 @@ def leads(muon: Curves, ours: Curves) -> list[tuple[float, ...]]:
     return rows
 
 
+def passing(curve: dict[int, float], level: float) -> float:
+    """The step at which a curve first falls below a level, between its windows; NaN if never."""
+    before: tuple[int, float] | None = None
+    for step, loss in sorted(curve.items()):
+        if loss < level:
+            if before is None:
+                return step
+            return before[0] + (before[1] - level) / (before[1] - loss) * (step - before[0])
+        before = step, loss
+    return math.nan
+
+
 def draw(rows: list[tuple[float, ...]], path: Path) -> None:
     """The lead with an error to either side."""
     figure = Figure(figsize=(7, 3.5), layout="constrained")
@@ -74,6 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument("--shuffle", default="samples")
     parser.add_argument("--window", type=int, default=200)
+    parser.add_argument("--level", type=float, help="a loss that all runs pass")
     parser.add_argument("--output", type=Path, required=True, help="path without an ending")
     given = parser.parse_args()
 
@@ -86,10 +101,19 @@ def main() -> None:
         kept = [run for run in found if run.option("training.seed") != TUNING_SEED]
         return curves(kept, given.window)
 
-    rows = leads(finals("muon"), finals(given.ours))
+    found = {"muon": finals("muon"), "ours": finals(given.ours)}
+    rows = leads(found["muon"], found["ours"])
     shown = [[row[0], *(f"{x:.4f}" for x in row[1:])] for row in rows]
     write_csv(given.output.with_suffix(".csv"), [_COLUMNS, *shown])
     draw(rows, given.output.with_suffix(".png"))
+    if given.level is not None:
+        passed = [
+            [name, seed, f"{passing(curve, given.level):.0f}", f"{curve[max(curve)]:.4f}"]
+            for name, by_seed in found.items()
+            for seed, curve in sorted(by_seed.items())
+        ]
+        path = given.output.with_name(f"{given.output.name}-level.csv")
+        write_csv(path, [("method", "seed", "step", "loss"), *passed])
 
 
 if __name__ == "__main__":
