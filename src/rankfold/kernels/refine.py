@@ -122,7 +122,7 @@ def _roots(m, eye, LESS_ONE: tl.constexpr, P: tl.constexpr):
     error = eye - root
     size = total(error * error)
     if size < 1e-5:
-        # Not scaled, which leaves a row sum above 10/7. The series of (I − E)^(±1/2) up to E²;
+        # Scaled matrices have a row sum above 10/7, and are not as near. (I − E)^(±1/2) up to E²;
         # what is left out is 5/16 of the cube of 3e-3.
         square = tl.zeros_like(error)
         if size >= 1e-8:
