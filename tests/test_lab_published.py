@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-import statistics
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from rankfold.lab import records
 from rankfold.lab.config import DEFAULTS, RunConfig
 from rankfold.lab.contest import METHODS, TUNING_SEED, Cell, Contest, Losses
-from rankfold.lab.records import Curve
 from rankfold.lab.statistics import paired
 from rankfold.lab.tuning import Setting
 
@@ -125,61 +123,6 @@ def test_looks_at_long_runs_on_samples_of_the_whole_text(
         assert loss_at(held, losses, name, Setting(*setting), **more) == loss
     assert loss_at(held, losses, OURS, Setting(-7, -5, -5, 0.8), growth=0) == 4.398
     assert loss_at(held, losses, "muon", Setting(-9, -7, -7, 0.8), weight_decay=0.1) == 4.356
-
-
-def of_samples(name: str) -> list[dict[str, str]]:
-    path = ROOT / f"benchmarks/contest/samples-{name}.csv"
-    assert f"{path.relative_to(ROOT)})" in (ROOT / "docs/contest.md").read_text(encoding="utf-8")
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_how_products_grow_on_samples(script: ModuleType) -> None:
-    """Two of these runs were made twice; all others are the published ones."""
-    _, rows = script.published(script.RUNS)
-    published = {row["run"]: float(row["loss"]) for row in rows if row["loss"]}
-    found = of_samples("norms")
-    again = {row["run"]: float(row["loss"]) for row in found}
-    differ = {run: loss for run, loss in again.items() if abs(loss - published[run]) > 1e-5}
-    pairs = sorted((round(published[run], 3), round(loss, 3)) for run, loss in differ.items())
-    assert pairs == [(4.377, 4.377), (4.379, 4.390)]
-    norms = {row["run"]: float(row["median"]) for row in found if row["products"] == "vo"}
-    told = {run: round(norm) for run, norm in norms.items() if run in differ}
-    assert sorted(told.values()) == [72, 144]
-    assert all(("muon" in run) is (norm == 72) for run, norm in told.items())
-    by_loss = {round(published[run], 3): round(norm) for run, norm in norms.items()}
-    assert [by_loss[loss] for loss in (4.345, 4.354)] == [46, 11]
-
-
-def test_the_lead_goes_on_samples() -> None:
-    lead = {}
-    for row in of_samples("curves"):
-        step, theirs, ours = (float(x) for x in row.values())
-        lead[int(step)] = round(theirs - ours, 2)
-    told = {1000: 0.04, 2000: 0.04, 4000: 0.03, 6000: 0.02, 8000: 0.01, 10000: 0.0}
-    assert {step: lead[step] for step in told} == told
-
-
-def test_the_lead_of_the_finals_on_samples() -> None:
-    rows = {int(row["step"]): row for row in of_samples("finals")}
-    assert len(rows) == 50
-    told = {1000: 0.016, 3000: 0.013, 6000: -0.008, 10000: -0.015}
-    assert {step: round(float(rows[step]["lead"]), 3) for step in told} == told
-    assert [round(float(rows[step]["muon"]), 1) for step in (3000, 6000)] == [5.0, 4.5]
-    errors = [
-        statistics.mean(float(rows[k]["error"]) for k in steps)
-        for steps in (range(1000, 3001, 200), range(6000, 10001, 200))
-    ]
-    assert errors[1] > 1.5 * errors[0]
-
-
-def test_where_runs_on_samples_end_is_settled_early() -> None:
-    rows = of_samples("finals-level")
-    steps, losses = ([float(row[name]) for row in rows] for name in ("step", "loss"))
-    text = (ROOT / "docs/contest.md").read_text(encoding="utf-8")
-    told = f"below 4.9, {min(steps):,.0f} to\n{max(steps):,.0f}, has a correlation of "
-    assert f"{told}{statistics.correlation(steps, losses):.2f} with the loss at the end" in text
-    assert len(rows) == 16
 
 
 # What the rule finds on samples; a decay is one of the highest rate's products to e^(-2^decay).
@@ -417,38 +360,6 @@ def test_runs_of_other_texts_are_not_published(
         with pytest.raises(ValueError, match=told):
             publisher.publish(tmp_path / option, table)
         assert table.read_bytes() == script.RUNS.read_bytes()
-
-
-def test_how_far_one_is_ahead_is_paired_by_seed() -> None:
-    """Means of windows, over seeds that both have."""
-    script = contest_script("lead")
-    runs = [
-        SimpleNamespace(
-            validation=Curve([50, 100, 150], [3.0 + seed, 1.0 + seed, loss]),
-            config={"training": {"seed": seed}},
-        )
-        for seed, loss in ((0, 0.5), (1, 0.7), (2, 9.0))
-    ]
-    found = script.curves(runs, 100)
-    assert found[0] == {100: 2.0, 200: 0.5}
-    ours = {
-        seed: {step: loss - 0.1 * (seed + 1) for step, loss in found[seed].items()}
-        for seed in (0, 1)
-    }
-    (one, other) = script.leads(found, ours)
-    assert one == pytest.approx((100, 2.5, 2.35, 0.15, 0.05))
-    assert other == pytest.approx((200, 0.6, 0.45, 0.15, 0.05))
-    with pytest.raises(
-        ValueError, match=r"two seeds of both methods are needed, and there are \[1\]"
-    ):
-        script.leads(found, {1: ours[1], 7: ours[0]})
-    assert [script.passing({100: 2.0, 200: 0.5}, x) for x in (3.0, 1.25, 0.5)] == [
-        100,
-        150,
-        pytest.approx(math.nan, nan_ok=True),
-    ]
-    with pytest.raises(ValueError, match="two runs have seed 2: give a folder of one model"):
-        script.curves([*runs, runs[2]], 100)
 
 
 def test_docs_name_every_method() -> None:

@@ -1,6 +1,6 @@
 """How far a method is ahead of Muon in the course of a contest's final runs: a table and a picture.
 
-    python benchmarks/contest/lead.py comparison/runs --ours fixed-quotient \
+    python benchmarks/contest/lead.py comparison/runs --ours fixed-quotient --level 4.9 \
         --output benchmarks/contest/samples-finals
 
 Validation losses, means over windows of steps, paired by seed: of all runs below a folder that are
@@ -12,53 +12,57 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from rankfold.lab import records
 from rankfold.lab.contest import TUNING_SEED
+from rankfold.lab.records import Curve, Run
+from rankfold.lab.statistics import band, difference, mean, paired
 from rankfold.lab.tables import write_csv
 
-_COLUMNS = ("step", "muon", "ours", "lead", "error")
-# Losses by the end of a window of steps, for each seed.
-Curves = dict[int, dict[int, float]]
+_COLUMNS = ("step", "muon", "ours", "lead", "low", "high")
+Row = tuple[float, ...]
 
 
-def curves(runs: list[records.Run], window: int) -> Curves:
-    """Mean losses of each run; raises where two have one seed, and so other settings."""
-    found: Curves = {}
+def windowed(curve: Curve, window: int) -> Curve:
+    """Means of windows of steps, at the end of each."""
+    windows = defaultdict(list)
+    for step, loss in zip(curve.steps, curve.values, strict=True):
+        windows[-(-step // window) * window].append(loss)
+    return Curve(list(windows), list(map(mean, windows.values())))
+
+
+def by_seed(runs: Iterable[Run], window: int) -> dict[int, Curve]:
+    """Validation losses of each; raises where two have one seed, and so other settings."""
+    found: dict[int, Curve] = {}
     for run in runs:
-        windows = defaultdict(list)
-        for step, loss in zip(run.validation.steps, run.validation.values, strict=True):
-            windows[-(-step // window) * window].append(loss)
-        seed = run.config["training"]["seed"]
+        seed = run.option("training.seed")
         if seed in found:
             raise ValueError(f"two runs have seed {seed}: give a folder of one model and setting")
-        found[seed] = {step: statistics.mean(losses) for step, losses in windows.items()}
+        found[seed] = windowed(run.validation, window)
     return found
 
 
-def leads(muon: Curves, ours: Curves) -> list[tuple[float, ...]]:
-    """By step: the mean losses of both, how far ours is below, and the standard error of that."""
+def leads(muon: dict[int, Curve], ours: dict[int, Curve]) -> list[Row]:
+    """By step: the mean losses of both, how far ours is below, and the 95% interval of that."""
     seeds = sorted(muon.keys() & ours.keys())
     if len(seeds) < 2:
         raise ValueError(f"two seeds of both methods are needed, and there are {seeds}")
-    rows = []
-    for step in sorted(set.intersection(*(set(c[s]) for c in (muon, ours) for s in seeds))):
-        below = [muon[seed][step] - ours[seed][step] for seed in seeds]
-        means = (statistics.mean(c[seed][step] for seed in seeds) for c in (muon, ours))
-        error = statistics.stdev(below) / len(seeds) ** 0.5
-        rows.append((step, *means, statistics.mean(below), error))
-    return rows
+    theirs, mine = (band([curves[seed] for seed in seeds]) for curves in (muon, ours))
+    below = [difference(muon[seed], ours[seed]).values for seed in seeds]
+    columns = zip(theirs.steps, theirs.means, mine.means, zip(*below, strict=True), strict=True)
+    tested = ((*start, paired(lead)) for *start, lead in columns)
+    return [(*start, lead.mean, lead.low, lead.high) for *start, lead in tested]
 
 
-def passing(curve: dict[int, float], level: float) -> float:
+def passing(curve: Curve, level: float) -> float:
     """The step at which a curve first falls below a level, between its windows; NaN if never."""
     before: tuple[int, float] | None = None
-    for step, loss in sorted(curve.items()):
+    for step, loss in zip(curve.steps, curve.values, strict=True):
         if loss < level:
             if before is None:
                 return step
@@ -67,21 +71,20 @@ def passing(curve: dict[int, float], level: float) -> float:
     return math.nan
 
 
-def draw(rows: list[tuple[float, ...]], path: Path) -> None:
-    """The lead with an error to either side."""
+def draw(rows: list[Row], path: Path) -> None:
+    """The lead in its interval."""
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axis = figure.subplots()
-    steps, _, _, lead, error = zip(*rows, strict=True)
-    low, high = ([x + sign * e for x, e in zip(lead, error, strict=True)] for sign in (-1, 1))
+    steps, _, _, lead, low, high = zip(*rows, strict=True)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.fill_between(steps, low, high, alpha=0.25, linewidth=0)
     axis.plot(steps, lead)
-    axis.set(xlabel="step", ylabel="validation loss of Muon less ours")
+    axis.set(xlabel="training step", ylabel="validation loss of Muon − ours")
     figure.savefig(path, dpi=130)
 
 
 def main() -> None:
-    """Read the runs, write table and picture."""
+    """Read the runs, write tables and picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("root", type=Path, help="folder of the runs, OUTPUT/runs of a contest")
     parser.add_argument("--ours", required=True, help="optimizer.name of ours")
@@ -91,26 +94,26 @@ def main() -> None:
     parser.add_argument("--level", type=float, help="a loss that all runs pass")
     parser.add_argument("--output", type=Path, required=True, help="path without an ending")
     given = parser.parse_args()
-
-    ended = [run for run in records.read_runs(given.root) if run.status == "finished"]
-    asked = (given.steps, given.shuffle)
-
-    def finals(name: str) -> Curves:
-        told = ("training.steps", "data.shuffle", "optimizer.name")
-        found = [run for run in ended if (*asked, name) == tuple(map(run.option, told))]
-        kept = [run for run in found if run.option("training.seed") != TUNING_SEED]
-        return curves(kept, given.window)
-
-    found = {"muon": finals("muon"), "ours": finals(given.ours)}
+    told = ("training.steps", "data.shuffle", "optimizer.name")
+    finals = [
+        run
+        for run in records.read_runs(given.root)
+        if run.status == "finished" and run.option("training.seed") != TUNING_SEED
+    ]
+    found = {}
+    for method, name in (("muon", "muon"), ("ours", given.ours)):
+        asked = (given.steps, given.shuffle, name)
+        chosen = (run for run in finals if tuple(map(run.option, told)) == asked)
+        found[method] = by_seed(chosen, given.window)
     rows = leads(found["muon"], found["ours"])
     shown = [[row[0], *(f"{x:.4f}" for x in row[1:])] for row in rows]
     write_csv(given.output.with_suffix(".csv"), [_COLUMNS, *shown])
     draw(rows, given.output.with_suffix(".png"))
     if given.level is not None:
         passed = [
-            [name, seed, f"{passing(curve, given.level):.0f}", f"{curve[max(curve)]:.4f}"]
-            for name, by_seed in found.items()
-            for seed, curve in sorted(by_seed.items())
+            [method, seed, f"{passing(curve, given.level):.0f}", f"{curve.values[-1]:.4f}"]
+            for method, curves in found.items()
+            for seed, curve in sorted(curves.items())
         ]
         path = given.output.with_name(f"{given.output.name}-level.csv")
         write_csv(path, [("method", "seed", "step", "loss"), *passed])

@@ -154,15 +154,13 @@ def _roots(m, eye, LESS_ONE: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def root_changes(m, eye, P: tl.constexpr):
     """m^(1/2) − I and m^(-1/2) − I."""
-    root, inverse = _roots(m, eye, True, P)
-    return root, inverse
+    return _roots(m, eye, True, P)
 
 
 @triton.jit
 def roots(m, eye, P: tl.constexpr):
     """m^(1/2) and m^(-1/2), by a series near I and by coupled Newton–Schulz products."""
-    root, inverse = _roots(m, eye, False, P)
-    return root, inverse
+    return _roots(m, eye, False, P)
 
 
 @triton.jit
