@@ -65,11 +65,15 @@ def test_the_lead_of_the_finals_on_samples() -> None:
     told = {1000: 0.016, 3000: 0.013, 6000: -0.008, 10000: -0.015}
     assert {step: round(float(rows[step]["lead"]), 3) for step in told} == told
     assert [round(float(rows[step]["muon"]), 1) for step in (3000, 6000)] == [5.0, 4.5]
-    early, late = (
+    late = [row for step, row in rows.items() if step > 4000]
+    below = [-float(row["lead"]) for row in late]
+    assert [round(pick(below), 3) for pick in (min, max)] == [0.003, 0.015]
+    assert all(float(row["low"]) < 0 < float(row["high"]) for row in late)
+    early, late_width = (
         statistics.mean(float(rows[k]["high"]) - float(rows[k]["low"]) for k in steps)
         for steps in (range(1000, 3001, 200), range(6000, 10001, 200))
     )
-    assert late > 1.5 * early  # seeds scatter
+    assert late_width > 1.5 * early  # seeds scatter
 
 
 def test_where_runs_on_samples_end_is_settled_early() -> None:
